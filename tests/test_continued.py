@@ -3,8 +3,7 @@
 import dataclasses
 import json
 import shlex
-import signal
-import time
+import shutil
 
 import jax
 import numpy as np
@@ -21,18 +20,10 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten
 from bert_jax.objectives.initial import describe_start, extend_positions, open_start
 from bert_jax.runs import checkpoint, workdir
-from tests.helpers import processes
-from tests.helpers.checkpoints import (
-    TF1,
-    random_params,
-    save_pretrained,
-    torch_model,
-    write_run,
-)
-from tests.helpers.runs import ONE_DEVICE, arguments, assert_same_run, command, pretrain, refused
+from tests.helpers.checkpoints import TF1, random_params, save_pretrained, torch_model, write_run
+from tests.helpers.runs import arguments, assert_same_run, refused
 
 POSITIONS = "embeddings/position/embedding"
-RUN = ("steps=60", "checkpoint.every_steps=7", "checkpoint.keep_every_steps=20")
 
 
 def config(folder="", **model):
@@ -91,38 +82,31 @@ def test_untrained_heads_are_dropped(hf_folder):
     assert not changed.model.next_sentence
     assert start.about["left_out"] == ["next_sentence", "pooler"]
     (line,) = describe_start(start.about)
-    assert line == (
-        f"init: embeddings, encoder, masked_lm from {hf_folder}; left out: next_sentence, pooler"
-    )
+    assert f"embeddings, encoder, masked_lm from {hf_folder}" in line
+    assert "next_sentence, pooler" in line
 
 
 def test_settings_that_conflict_with_the_source_are_rejected(hf_folder):
     init = str(hf_folder)
-    with pytest.raises(UserError) as error:
-        open_start(config(hidden=24), init)
-    assert str(error.value) == (
-        f"config.model.hidden is 24, {init}'s is 12: remove the setting, or train without --init"
-    )
+    small = str(save_pretrained(torch_model(max_position_embeddings=8), hf_folder.parent / "small"))
+    for settings, source_, keys, expected in (
+        (config(hidden=24), init, None, "config.model.hidden is 24, .*'s is 12"),
+        (config(), init, ["model.hidden"], "config.model.hidden is 768, .*'s is 12"),
+        (config(positions=20), init, None, "is 20, .*'s is 24"),
+        (config(), small, None, r"phases\[0\].tokens is 16: it must be at most 8"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            open_start(settings, source_, keys=keys)
     # A size that comes from the config's name does not conflict with the source. An explicit
     # setting does, even at its default, 768.
     changed, start = open_start(config(hidden=24), init, keys=["steps"])
     assert changed.model.hidden == 12
-    assert start.about["notes"] == [
-        f"architecture: L2-H12-A3 of {init}, not the config's L12-H24-A12"
-    ]
-    with pytest.raises(UserError, match=r"config.model.hidden is 768, .*'s is 12"):
-        open_start(config(), init, keys=["model.hidden"])
-    with pytest.raises(
-        UserError, match=r"is 20, .*'s is 24: positions can be extended, not removed"
-    ):
-        open_start(config(positions=20), init)
-    small = save_pretrained(torch_model(max_position_embeddings=8), hf_folder.parent / "small")
-    with pytest.raises(UserError, match=r"phases\[0\].tokens is 16: it must be at most 8"):
-        open_start(config(), str(small))
+    (note,) = start.about["notes"]
+    assert "L2-H12-A3" in note
 
 
 @pytest.mark.parametrize("how", ["copied", "interpolated"])
-@pytest.mark.parametrize("count", [24, 33, 60])
+@pytest.mark.parametrize("count", [24, 60])
 def test_extend_positions_copies_or_interpolates(how, count):
     table = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
     if how == "copied":
@@ -144,12 +128,8 @@ def test_open_start_extends_position_embeddings(hf_folder):
     np.testing.assert_array_equal(
         values(start.params)[POSITIONS], extend_positions(table, 60, "interpolated")
     )
-    assert start.about["notes"] == ["positions: 24 extended to 60, interpolated"]
-
-
-def test_single_position_can_be_interpolated():
-    table = np.ones((1, 3), np.float32)
-    np.testing.assert_array_equal(extend_positions(table, 4, "interpolated"), np.ones((4, 3)))
+    one = np.ones((1, 3), np.float32)
+    np.testing.assert_array_equal(extend_positions(one, 4, "interpolated"), np.ones((4, 3)))
 
 
 # --- Vocabularies ---------------------------------------------------------------------------------
@@ -182,7 +162,7 @@ def test_vocabulary_is_read_from_any_source(pretrained, corpus, tmp_path, kind):
 
 def test_missing_vocabulary_gives_one_line_error(tmp_path, capsys):
     result = refused(capsys, "prepare", "--vocab", tmp_path / "v", "--out", tmp_path / "o", "text")
-    assert "train one with `bert-jax vocab`" in result
+    assert "bert-jax vocab" in result
 
 
 def test_vocabulary_mismatch_error_gives_the_prepare_command(pretrained, corpus, tmp_path, capsys):
@@ -194,9 +174,7 @@ def test_vocabulary_mismatch_error_gives_the_prepare_command(pretrained, corpus,
     )  # fmt: skip
     argv = ["pretrain", "--config=continued:16", "--init", pretrained, "--workdir", tmp_path / "w"]
     result = refused(capsys, *argv, "--config.model.next_sentence=false", "--rows", other)
-    assert (
-        f"phase 0: {other} was prepared with another vocabulary than that of {pretrained}" in result
-    )
+    assert f"phase 0: {other}" in result
     words = shlex.split(result[result.index("bert-jax prepare") :])
     assert cli.main([*words[1:], "--workers=1"]) == 0
     made = f"{other}-model"
@@ -211,7 +189,7 @@ def test_vocabulary_mismatch_error_gives_the_prepare_command(pretrained, corpus,
 
     cased = dataclasses.replace(wordpiece.load(pretrained), lowercase=False)
     prepare.prepare([str(corpus)], cased, str(tmp_path / "cased"), tokens=16, workers=1)
-    with pytest.raises(UserError, match="prepared with other settings of the vocabulary"):
+    with pytest.raises(UserError, match="settings of the vocabulary"):
         open_start(config(tmp_path / "cased"), str(pretrained))
 
 
@@ -222,12 +200,13 @@ def test_pretrain_with_init_copies_weights_and_keeps_checkpoints(
     pretrained, rows, tmp_path, capsys
 ):
     folder = tmp_path / "run"
-    argv = ["pretrain", *arguments("steps=4", *RUN[1:]), "--rows", str(rows(32, 3))]
-    argv += ["--config.checkpoint.keep_every_steps=3", "--workdir", str(folder)]
-    assert cli.main([*argv, "--init", str(pretrained)]) == 0
+    changes = ("checkpoint.every_steps=7", "checkpoint.keep_every_steps=3")
+    argv = ["pretrain", *arguments("steps=4", *changes), "--rows", str(rows(32, 3))]
+    init = ["--init", str(pretrained)]
+    assert cli.main([*argv, *init, "--workdir", str(folder)]) == 0
     output = capsys.readouterr().err
-    assert f"encoder, masked_lm, next_sentence, pooler from {pretrained} (step 7)\n" in output
-    assert "positions: 32 extended to 64, copied\n" in output
+    assert f"encoder, masked_lm, next_sentence, pooler from {pretrained} (step 7)" in output
+    assert "positions: 32 extended to 64" in output
     (data,) = workdir.read_data(folder)
     assert (data["init"]["source"], data["init"]["step"]) == (str(pretrained), 7)
 
@@ -245,41 +224,23 @@ def test_pretrain_with_init_copies_weights_and_keeps_checkpoints(
     last = values(checkpoint.load_model(folder, "3")[2])
     assert not np.array_equal(last[POSITIONS], positions)
 
-    assert "another checkpoint (--init)" in refused(capsys, *argv)
+    argv += ["--workdir", str(folder)]
     other = write_run(tmp_path / "other", *source_of(pretrained, seed=1))
-    assert "another checkpoint (--init)" in refused(capsys, *argv, "--init", other)
-    assert "--checkpoint 7: it is one of --init" in refused(capsys, *argv, "--checkpoint", "7")
-    assert "has no checkpoint '5'" in refused(
-        capsys, *argv, "--init", pretrained, "--checkpoint", "5"
-    )
+    assert "--init" in refused(capsys, *argv)
+    assert "--init" in refused(capsys, *argv, "--init", other)
+    assert "--checkpoint 7" in refused(capsys, *argv, "--checkpoint", "7")
+    assert "checkpoint '5'" in refused(capsys, *argv, *init, "--checkpoint", "5")
+    # The run resumes from its own checkpoint, not from the source.
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    shutil.rmtree(folder / "checkpoints" / "4")
+    assert cli.main([*argv, *init]) == 0
+    assert "resuming at step 3" in capsys.readouterr().err
+    assert_same_run(folder, whole)
 
 
 def source_of(pretrained, seed):
     saved, vocabulary, _, _ = checkpoint.load_model(pretrained)
     return saved.model, random_params(saved.model, seed), vocabulary.tokens
-
-
-@pytest.mark.slow
-def test_resume_after_sigkill_is_bitwise_identical(pretrained, rows, tmp_path):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    chosen = {"options": ("--init", str(pretrained))}
-    done = pretrain(whole, [rows(32, 3)], *RUN, **chosen)
-    assert done.returncode == 0, done.stderr
-    process = processes.Process(command(broken, [rows(32, 3)], *RUN, **chosen), env=ONE_DEVICE)
-    path = broken / "metrics.jsonl"
-    while not path.exists() or len(path.read_bytes().splitlines()) < 4:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    last = pretrain(broken, [rows(32, 3)], *RUN, **chosen)
-    assert last.returncode == 0, last.stderr
-    assert "resuming at step" in last.stderr
-    assert_same_run(broken, whole)
-    for folder in (whole, broken):
-        assert {0, 20, 40, 60} <= {
-            int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal()
-        }
 
 
 def test_python_api_pretrains_on_texts(pretrained, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import http.server
 import json
+import shlex
 import shutil
 import threading
 import types
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 from bert_jax import cli, storage
 from bert_jax.runs import checkpoint
 from tests.helpers.checkpoints import add_step
+from tests.helpers.runs import refused
 
 FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "vocab.txt"}
 
@@ -155,34 +157,34 @@ def test_push_all_checkpoints_as_branches(run_folder, tmp_path, repositories):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "token", "expected"),
+    ("options", "token", "expected"),
     [
-        ("mine/tiny", "", None, "no token of the Hugging Face Hub; run `hf auth login`"),
-        ("tiny", "", "hf_right", "give it as OWNER/MODEL"),
-        ("mine/a b", "", "hf_right", "--push mine/a b: Repo id must use alphanumeric"),
-        ("mine/tiny", "", "hf_wrong", "the token is not valid: run `hf auth login`"),
-        ("theirs/tiny", "", "hf_right", "there is no theirs, or the token may not write to it"),
-        ("mine/tiny", "--license wrong", "hf_right", "license must be one of"),
-        ("mine/tiny", "--revision x --checkpoint all", "hf_right", "--revision is for one"),
-        ("mine/public", "--private", "hf_right", "mine/public exists and is public"),
+        ("--push mine/tiny", None, "hf auth login"),
+        ("--push tiny", "hf_right", "OWNER/MODEL"),
+        ("--push 'mine/a b'", "hf_right", "--push mine/a b"),
+        ("--push mine/tiny", "hf_wrong", "token is not valid"),
+        ("--push theirs/tiny", "hf_right", "theirs"),
+        ("--push mine/tiny --license wrong", "hf_right", "license"),
+        ("--push mine/tiny --revision x --checkpoint all", "hf_right", "--revision"),
+        ("--push mine/public --private", "hf_right", "mine/public exists and is public"),
+        ("", "hf_right", "--out DIR, --push OWNER/MODEL"),
+        ("--out o --private", "hf_right", "--private"),
+        ("--out o --revision x", "hf_right", "--revision"),
+        ("--out gs://b/o --push mine/tiny", "hf_right", "local folder"),
     ],
 )
-def test_rejected_push_gives_a_one_line_error(
-    hf_folder, repositories, monkeypatch, tmp_path, capsys, name, options, token, expected
+def test_impossible_push_is_rejected(
+    hf_folder, repositories, monkeypatch, tmp_path, capsys, options, token, expected
 ):
+    monkeypatch.setattr(storage, "check", lambda arguments: None)  # it would look for credentials
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.delenv("HF_TOKEN")
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
     repositories["mine/public"] = {"private": False, "branches": {"main": {}}}
-    argv = ("--init", hf_folder, "--push", name, *options.split())
-    assert push(*argv) == cli.EXIT_USER_ERROR
-    error = capsys.readouterr().err
-    assert expected in error
-    assert len(error.strip().splitlines()) == 1, error
-    assert not any(
-        files for repository in repositories.values() for files in repository["branches"].values()
-    )
+    assert expected in refused(capsys, "export", "--init", hf_folder, *shlex.split(options))
+    branches = (repository["branches"] for repository in repositories.values())
+    assert not any(files for branch in branches for files in branch.values())
 
 
 def test_push_without_network_keeps_the_files(
@@ -190,24 +192,7 @@ def test_push_without_network_keeps_the_files(
 ):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     out = tmp_path / "out"
-    argv = ("--init", hf_folder, "--push", "mine/tiny", "--out", out)
-    assert push(*argv) == cli.EXIT_USER_ERROR
-    error = capsys.readouterr().err
-    assert "cannot push to mine/tiny on http://127.0.0.1:9: it cannot be reached" in error
-    assert error.strip().endswith(f"the files are in {out}")
+    error = refused(capsys, "export", "--init", hf_folder, "--push", "mine/tiny", "--out", out)
+    assert "http://127.0.0.1:9" in error
+    assert error.endswith(str(out))
     assert load_file(out / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", "give --out DIR, --push OWNER/MODEL, or both"),
-        ("--out o --private", "--private is for --push, which is missing"),
-        ("--out o --revision x", "--revision is for --push, which is missing"),
-        ("--out gs://b/o --push mine/tiny", "with --push it must be a local folder"),
-    ],
-)
-def test_conflicting_options_are_rejected(repositories, monkeypatch, capsys, options, expected):
-    monkeypatch.setattr(storage, "check", lambda arguments: None)  # it would look for credentials
-    assert push("--init", "x", *options.split()) == cli.EXIT_USER_ERROR
-    assert expected in capsys.readouterr().err

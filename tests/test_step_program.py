@@ -6,7 +6,6 @@ matter only on an accelerator.
 
 import dataclasses
 import os
-import re
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +29,31 @@ from bert_jax.training import step as step_lib
 VOCAB = 640
 
 
-def pretraining_step(dtype="float32", **changes):
-    """Return the jitted step of a small model with every kind of embedding, and its arguments."""
-    model = dataclasses.replace(model_size("L2-H32-A2"), vocab_size=VOCAB, dtype=dtype, **changes)
-    config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4, steps=10)
+def small_phase(size="L2-H32-A2", accumulation=0, log_every_steps=100, **changes):
+    """Return the config and the abstract phase of a small model, with every kind of embedding."""
+    model = dataclasses.replace(model_size(size), vocab_size=VOCAB, **changes)
+    phases = (PhaseConfig(tokens=24, accumulation=accumulation),)
+    config = Config(
+        model=model, phases=phases, batch_size=4, steps=10, log_every_steps=log_every_steps
+    )
     config, (phase,) = pretraining.abstract_phases(config, sequences=3)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    _, state = step_lib.initial_state(config, phase, mesh)
+    return config, phase
+
+
+def initial_state(config, phase):
+    """Return a function from seeds to states on one device, and their shapes."""
+    return step_lib.initial_state(config, phase, sharding.make_mesh(MeshConfig()))
+
+
+def pretraining_step(dtype="float32", **changes):
+    """Return the jitted step of a small model and its arguments."""
+    config, phase = small_phase(dtype=dtype, **changes)
+    _, state = initial_state(config, phase)
     return jax.jit(step_lib.make_step(config, phase)), state, phase.batch_shape
+
+
+def ones(phase):
+    return {name: jnp.ones(s.shape, s.dtype) for name, s in phase.batch_shape.items()}
 
 
 def equations(jaxpr):
@@ -53,25 +69,16 @@ def equations(jaxpr):
                 yield from equations(value)
 
 
-def scatters(text):
-    """Return element type and shape of every scatter's result in a compiled program's text."""
-    return re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", text)
-
-
-@pytest.mark.parametrize("segments", [2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "segments"), [("float32", 2), ("bfloat16", 3)])
 def test_only_word_embedding_gradients_are_scattered(dtype, segments):
     """On a GPU, a scatter-add of many tokens to few rows takes longer than the rest of the step."""
     step, state, batch = pretraining_step(dtype, segments=segments)
-    traced = step.trace(state, batch)
     added = [
         equation.outvars[0].aval.str_short()
-        for equation in equations(traced.jaxpr.jaxpr)
+        for equation in equations(step.trace(state, batch).jaxpr.jaxpr)
         if equation.primitive.name.startswith("scatter")
     ]
     assert added == [f"float32[{VOCAB},32]"]
-    # XLA's CPU backend turns scatters into loops, so at most this one remains.
-    assert set(scatters(traced.lower().compile().as_text())) <= {f"f32[{VOCAB},32]"}
 
 
 @pytest.fixture
@@ -93,8 +100,9 @@ def test_deterministic_kernels_need_no_order_of_scattered_additions():
     assert max(sorted_numbers) <= 4 * 24  # one for each token of the batch
 
 
-@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, fsdp=2, tensor=2)])
-@pytest.mark.parametrize("tokens", [1, 8, 13])
+@pytest.mark.parametrize(
+    ("mesh", "tokens"), [(None, 1), (None, 13), (MeshConfig(data=2, fsdp=2, tensor=2), 8)]
+)
 @pytest.mark.usefixtures("deterministic")
 def test_gradient_of_gathered_rows(mesh, tokens):
     rng = np.random.default_rng(0)
@@ -119,15 +127,6 @@ def test_gradient_of_gathered_rows(mesh, tokens):
         gathered, got = gradient(*arrays)
     np.testing.assert_array_equal(gathered, arrays[0][index])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_scatter_parser_finds_scatters():
-    lowered = jax.jit(jax.grad(lambda x, i: jnp.sum(x[i] ** 2))).lower(
-        jnp.ones((5, 3)), jnp.arange(7) % 5
-    )
-    assert "scatter" in lowered.as_text()
-    line = "  ROOT %scatter.4 = f32[640,768]{1,0:T(8,128)S(1)} scatter(%a, %b, %c), to_apply=%add"
-    assert scatters(line) == ["f32[640,768]"]
 
 
 def test_logits_and_softmax_are_float32_with_bfloat16_inputs():
@@ -176,13 +175,9 @@ def test_logits_of_small_heads_are_computed_in_float32(method, changes, size):
 
 
 def test_metrics_are_sums_over_a_logging_window():
-    model = dataclasses.replace(model_size("L1-H32-A2"), vocab_size=VOCAB)
-    config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4, log_every_steps=2)
-    config, (phase,) = pretraining.abstract_phases(config, sequences=3)
-    init, _ = step_lib.initial_state(
-        config, phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    )
-    batch = {name: jnp.ones(s.shape, s.dtype) for name, s in phase.batch_shape.items()}
+    config, phase = small_phase("L1-H32-A2", log_every_steps=2)
+    init, _ = initial_state(config, phase)
+    batch = ones(phase)
     step, state, weights = jax.jit(step_lib.make_step(config, phase)), init(jnp.uint32(0)), []
     for _ in range(5):
         state, sums, _ = step(state, batch)
@@ -199,11 +194,7 @@ def test_initialization_is_traced_once(monkeypatch):
 
     monkeypatch.setattr(bert, "_INITIALIZERS", {})
     monkeypatch.setattr(bert.Bert, "touch", counted)
-    model = dataclasses.replace(model_size("L1-H32-A2"), vocab_size=VOCAB)
-    config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4)
-    config, (phase,) = pretraining.abstract_phases(config, sequences=3)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    init, shapes = initial_state(*small_phase("L1-H32-A2"))
     count = len(traced)
     init(step_lib.place_seed(0, shapes))
     assert len(traced) == count > 0
@@ -212,17 +203,11 @@ def test_initialization_is_traced_once(monkeypatch):
 @pytest.mark.parametrize("layer_loop", ["unrolled", "scanned"])
 def test_every_dropout_uses_a_different_key(monkeypatch, layer_loop):
     """Not within a layer, nor across layers, parts of a batch, steps or seeds."""
-    model = dataclasses.replace(
-        model_size("L2-H32-A2"), vocab_size=VOCAB, dropout=0.1, attention_dropout=0.1,
-        layer_loop=layer_loop,
-    )  # fmt: skip
-    config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4, steps=10)
-    config.phases[0].accumulation = 2
-    config, (phase,) = pretraining.abstract_phases(config, sequences=3)
-    init, shapes = step_lib.initial_state(
-        config, phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    config, phase = small_phase(
+        accumulation=2, dropout=0.1, attention_dropout=0.1, layer_loop=layer_loop
     )
-    batch = {name: jnp.ones(s.shape, s.dtype) for name, s in phase.batch_shape.items()}
+    init, shapes = initial_state(config, phase)
+    batch = ones(phase)
     keys = []
 
     def recorded(x, rate, key):
