@@ -8,11 +8,8 @@ import itertools
 import os
 import pathlib
 import pickle
-import random
 import shutil
 import struct
-import subprocess
-import sys
 import time
 import tracemalloc
 import zipfile
@@ -48,16 +45,12 @@ def refused(*words):
     line = str(caught.value)
     assert "\n" not in line
     assert len(line) < 1000
-    for word in words:
-        assert word in line
+    assert [word for word in words if word not in line] == []
 
 
 @contextlib.contextmanager
 def modest(bytes_limit=24 << 20, seconds=60):
-    """Limit the memory and time of the block.
-
-    The time limit has room for slow machines: a bomb that goes off takes minutes.
-    """
+    """Limit the memory and time of the block; a bomb that goes off takes minutes."""
     start = time.monotonic()
     tracemalloc.start()
     try:
@@ -216,24 +209,6 @@ def test_string_tensors_are_listed_but_not_readable():
         tensorflow1.read(FIXTURE, "other.ckpt")
 
 
-def test_reads_the_index_of_a_google_release(shared_data):
-    prefix = "uncased_L-4_H-256_A-4.bert_model.ckpt"
-    folder = shared_data(f"tf1/{prefix}.index").parent
-    entries = tensorflow1.entries(folder, prefix)
-    shapes = {name: entry.shape for name, entry in entries.items()}
-    assert len(shapes) == 5 + 4 * 16 + 2 + 5 + 2
-    assert shapes["bert/embeddings/word_embeddings"] == (30522, 256)
-    assert shapes["bert/encoder/layer_3/intermediate/dense/kernel"] == (256, 1024)
-    assert shapes["cls/seq_relationship/output_weights"] == (2, 256)
-    end = 0
-    for entry in sorted(entries.values(), key=lambda entry: entry.offset):
-        assert (entry.offset, entry.dtype) == (end, np.float32)
-        assert np.prod(entry.shape) * 4 == entry.size
-        end += entry.size
-    with refused(f"{prefix}.data-00000-of-00001", "does not exist"):
-        tensorflow1.read(folder, prefix)
-
-
 @settings(max_examples=150, deadline=None)
 @given(damages)
 def test_corrupt_index_is_rejected_or_harmless(tmp_path_factory, damage):
@@ -298,7 +273,6 @@ def test_corrupt_records_with_valid_checksums_are_handled(tmp_path_factory, dama
     ("entry", "words"),
     [
         (_entry(size=4), ["'t'", "4 bytes", "[2]"]),
-        (_entry(shape=(3,)), ["'t'", "8 bytes"]),
         (_entry(shape=(1 << 40,), size=4 << 40), ["'t'", "truncated", "data-00000"]),
         (_entry(shape=(1 << 62, 1 << 62), size=1 << 62), ["'t'"]),
         (_entry(shape=(-2,)), ["'t'", "impossible"]),
@@ -309,14 +283,11 @@ def test_corrupt_records_with_valid_checksums_are_handled(tmp_path_factory, dama
         (_entry(shard=1), ["'t'", "data file 1 of 1"]),
         (_entry(shard=-1), ["'t'", "data file"]),
         (_entry(dtype=7), ["'t'", "type"]),
-        (_entry(dtype=101), ["'t'", "type"]),
         (_entry(crc=1), ["'t'", "checksum"]),
         (_entry(more=[(7, b"")]), ["'t'", "partitioned"]),
         (_entry(shape=(1,) * 33 + (2,)), ["'t'", "impossible"]),
         (_message((1, b"float")), ["x.index", "wrong type"]),
-        (_message((1, 1), (2, _message((2, 5)))), ["x.index", "wrong type"]),
         (b"\xff" * 11, ["x.index", "damaged"]),
-        (b"\x0b", ["x.index", "damaged"]),
         (b"\x0a\x7f", ["x.index", "damaged"]),
     ],
 )
@@ -337,45 +308,17 @@ def test_invalid_index_entries_are_rejected(tmp_path, entry, words):
         (_table([(b"", HEADER), (b"b", b""), (b"a", b"")], a_block=1), "out of order"),
         (_table([(b"", HEADER), (b"n" * 1001, b"")]), "longer"),
         (_table([(b"", HEADER), (b"\xff", _entry())]), "damaged"),
-        (b"", "lacks the footer"),
-        (b"\0" * 100, "lacks the footer"),
+        (_table([(b"", HEADER), (b"a", _entry()), (b"b", _entry())]), "'b'"),  # they overlap
+        (b"", "footer"),
+        (b"\0" * 100, "footer"),
         (bytes(1 << 24) + _table([(b"", HEADER)]), "larger than 16 MB"),
     ],
 )
 def test_invalid_index_tables_are_rejected(tmp_path, table, word):
     (tmp_path / "x.index").write_bytes(table)
-    with refused("x.index", word):
-        tensorflow1.entries(tmp_path, "x")
-
-
-def test_overlapping_tensors_are_rejected(tmp_path):
-    _write(tmp_path, {b"": HEADER, b"a": _entry(), b"b": _entry()})
-    with refused("'b'", "overlaps"):
+    (tmp_path / "x.data-00000-of-00001").write_bytes(bytes(8))
+    with refused(str(tmp_path / "x."), word):
         tensorflow1.read(tmp_path, "x")
-
-
-def test_corrupt_tensorflow_zip_is_rejected_or_harmless(tmp_path):
-    """Errors of zipfile, such as a wrong CRC or compression method, become `UserError`s."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as out:
-        for file in FIXTURE.glob("bert_model.ckpt.*"):
-            out.write(file, file.name)
-    whole, rng = buffer.getvalue(), random.Random(0)
-    expected = tensorflow1.read(FIXTURE, "bert_model.ckpt")
-    outcomes = set()
-    for _ in range(60):
-        content = damaged(whole, ("flip", rng.randrange(len(whole)), rng.randrange(8)))
-        try:
-            archive = zipfile.ZipFile(io.BytesIO(content))
-        except Exception:  # the caller opens the archive
-            continue
-        archive.filename = "release.zip"
-        try:
-            assert same(tensorflow1.read(zipfile.Path(archive), "bert_model.ckpt"), expected)
-            outcomes.add("same")
-        except UserError:
-            outcomes.add("refused")
-    assert outcomes == {"same", "refused"}
 
 
 # PyTorch.
@@ -449,35 +392,31 @@ def states():
     """State dicts of modules, dtypes, views, parameters and special values."""
     torch.manual_seed(0)
     base = torch.randn(5, 7)
-    model = torch.nn.Sequential(
-        collections.OrderedDict(
-            dense=torch.nn.Linear(4, 3), norm=torch.nn.LayerNorm(3), table=torch.nn.Embedding(6, 4)
-        )
-    )
+    layers = {"dense": torch.nn.Linear(4, 3), "table": torch.nn.Embedding(6, 4)}
+    model = torch.nn.Sequential(collections.OrderedDict(layers))
     integers = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
     floats = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    views = {
+        "whole": base,
+        "transposed": base.T,
+        "column": base[:, 3],
+        "steps": base[1::2, ::3],
+        "expanded": base[0].expand(4, 7),
+        "scalar": base[4, 6],
+        "folded": base.reshape(5, 7, 1).permute(2, 1, 0),
+        "empty": base[:0],
+        "empty_tail": base[5:],
+    }
     return {
         "module": model.state_dict(),
         "dtypes": {str(d): (torch.randn(3, 4) * 50).to(d) for d in integers + floats},
-        "views": {
-            "whole": base,
-            "transposed": base.T,
-            "row": base[2],
-            "column": base[:, 3],
-            "steps": base[1::2, ::3],
-            "expanded": base[0].expand(4, 7),
-            "scalar": base[4, 6],
-            "folded": base.reshape(5, 7, 1).permute(2, 1, 0),
-            "empty": base[:0],
-            "empty_tail": base[5:],
-        },
+        "views": views,
         "parameters": {"p": torch.nn.Parameter(base), "buffer": torch.arange(9).expand((1, -1))},
         "odd": {"nan": torch.tensor([float("nan"), -0.0, float("inf"), 1e-42]), "": base},
     }
 
 
-@pytest.mark.parametrize("kind", [LEGACY, ZIP])
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(("kind", "protocol"), [(LEGACY, 2), (LEGACY, 5), (ZIP, 3), (ZIP, 4)])
 def test_reads_checkpoints_written_by_pytorch(tmp_path, states, kind, protocol):
     for state in states.values():
         path = tmp_path / "pytorch_model.bin"
@@ -515,16 +454,12 @@ def test_finds_the_state_dict_in_a_training_checkpoint(tmp_path, states, kind):
             pytorch.read(save(path, value, kind))
 
 
-@pytest.mark.parametrize("kind", [LEGACY, ZIP])
-@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(("kind", "protocol"), [(LEGACY, 2), (ZIP, 4)])
 def test_pickle_that_runs_code_is_rejected(tmp_path, kind, protocol):
     proof = tmp_path / "it_ran"
-    good = torch.nn.Parameter
     for evil, name in (
-        (_Calls(os.system, f"touch {proof}"), ".system"),
         (_Calls(eval, f"open({str(proof)!r}, 'w')"), "eval"),
-        (_Calls(subprocess.run, ["touch", str(proof)]), ".run"),
-        (_Calls(good, _Calls(os.mkdir, str(proof))), "mkdir"),
+        (_Calls(torch.nn.Parameter, _Calls(os.mkdir, str(proof))), "mkdir"),
         (_Calls(getattr, "torch", "load"), "getattr"),
         (_Calls(torch.load, str(proof)), "load"),
         (pathlib.PurePosixPath("x"), "pathlib"),
@@ -554,11 +489,8 @@ def test_misuse_of_allowed_pickle_names_is_rejected(tmp_path):
         rebuild + b"K\x01K\x02s.",  # SETITEM on a function
         b"K\x01)R.",  # REDUCE on a number
         b"ccollections\nOrderedDict\nK\x01R.",  # arguments that are not a tuple
-        rebuild + b")R.",
         rebuild + b"(K\x01K\x01K\x01K\x01tR.",
-        b"ctorch._utils\n_rebuild_parameter\nK\x01\x85R.",
         b"K\x01Q.",  # an invalid persistent id
-        b"P0\n.",
     ):
         for kind in (LEGACY, ZIP):
             path = container(tmp_path / "m.bin", code, kind)
@@ -573,28 +505,15 @@ def test_misuse_of_allowed_pickle_names_is_rejected(tmp_path):
 @pytest.mark.parametrize(
     "bad",
     [
-        {"elements": 7},
-        {"elements": 5},
-        {"elements": 1 << 40},
-        {"elements": -6},
-        {"offset": 1},
-        {"offset": -1},
-        {"offset": 1 << 62},
-        {"offset": 1 << 70},
-        {"offset": 0.0},
-        {"shape": (7,)},
-        {"shape": (-6,)},
-        {"shape": (6, 1)},
-        {"shape": ("6",)},
+        *({"elements": n} for n in (7, 5, 1 << 40, -6)),
+        *({"offset": n} for n in (1, -1, 1 << 70, 0.0)),
+        *({"shape": shape} for shape in ((7,), (-6,), (6, 1), ("6",))),
         {"shape": (1 << 50, 1 << 50), "strides": (0, 0)},
         {"shape": (1 << 40,), "strides": (0,)},
         {"shape": (0, 1 << 62, 1 << 62), "strides": (0, 0, 0)},
-        {"strides": (2,)},
-        {"strides": (-1,)},
-        {"strides": (1 << 62,)},
+        *({"strides": (n,)} for n in (2, -1, 1 << 62)),
         {"shape": (1,) * 40, "strides": (1,) * 40},
-        {"key": "1"},
-        {"key": "../data.pkl"},
+        *({"key": key} for key in ("1", "../data.pkl")),
     ],
 )
 def test_tensors_outside_their_storage_are_rejected(tmp_path, kind, bad):
@@ -638,8 +557,6 @@ def test_reads_storage_views_from_before_pytorch_0_4(tmp_path):
         b"Nr\xff\xff\xff\xff.",  # a memo with 2**32 entries
         b"\x8b\xff\xff\xff\x7f\x01.",  # an integer of 2 GB
         b"\x8e" + struct.pack("<Q", 1 << 62) + b"x.",  # bytes of 4 EB
-        b"B\xff\xff\xff\xffx.",
-        b"X\xff\xff\xff\xffx.",
         b"\x95" + struct.pack("<Q", 1 << 62) + b"N.",  # a frame of 4 EB
         b"I" + b"9" * 100_000 + b"\n.",
         b"]" * 10_000 + b"a" * 9_999 + b".",  # deep nesting
@@ -648,8 +565,6 @@ def test_reads_storage_views_from_before_pytorch_0_4(tmp_path):
         b"}K\x01h\x07s.",  # a memo entry that was never set
         b"((((t" + b"t" * 10 + b".",
         b".",
-        b"0.",
-        b"1.",
         b"",
     ],
 )
@@ -703,13 +618,7 @@ def test_unreadable_pytorch_files_are_rejected(tmp_path, states):
     with refused(str(tmp_path), "a folder"):
         pytorch.read(tmp_path)
     whole = save(path, states["module"]).read_bytes()
-    for content in (
-        b"",
-        b"PK\3\4",
-        b"{}",
-        b"version https://git-lfs.github.com/spec/v1\n",
-        whole[:9],
-    ):
+    for content in (b"", b"PK\3\4", b"version https://git-lfs.github.com/spec/v1\n", whole[:9]):
         path.write_bytes(content)
         with refused("m.bin", "not a readable PyTorch checkpoint"):
             pytorch.read(path)
@@ -726,16 +635,3 @@ def test_unreadable_pytorch_files_are_rejected(tmp_path, states):
         pytorch.read(rewritten(zipfile.ZIP_DEFLATED))
     with refused("big-endian"):
         pytorch.read(rewritten(byteorder=b"big"))
-
-
-def test_readers_import_neither_torch_nor_tensorflow(tmp_path, states):
-    path = save(tmp_path / "m.bin", states["module"])
-    code = (
-        "import pathlib, sys\n"
-        "from bert_jax.convert import pytorch, tensorflow1\n"
-        f"pytorch.read(pathlib.Path({str(path)!r}))\n"
-        f"tensorflow1.read(pathlib.Path({str(FIXTURE)!r}), 'bert_model.ckpt')\n"
-        "print([m for m in ('torch', 'tensorflow') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr

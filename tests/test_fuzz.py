@@ -14,6 +14,7 @@ import json
 import lzma
 import os
 import pathlib
+import re
 import resource
 import shutil
 import zipfile
@@ -254,27 +255,11 @@ def read_checkpoint(name=""):
 
 TABLE = {"text": ["a b", "c", "d"], "label": ["x", "y", "x"], "other": ["1", "2", "3"]}
 LINES = list(zip(*TABLE.values(), strict=True))
-SQUAD = {
-    "version": "1",
-    "data": [
-        {
-            "title": "t",
-            "paragraphs": [
-                {
-                    "context": "abc de fgh",
-                    "qas": [
-                        {
-                            "id": name,
-                            "question": "a b",
-                            "answers": [{"text": "de", "answer_start": 4}],
-                        }
-                        for name in "pq"
-                    ],
-                }
-            ],
-        }
-    ],
-}
+QUESTIONS = [
+    {"id": name, "question": "a b", "answers": [{"text": "de", "answer_start": 4}]} for name in "pq"
+]
+PARAGRAPH = {"context": "abc de fgh", "qas": QUESTIONS}
+SQUAD = {"version": "1", "data": [{"title": "t", "paragraphs": [PARAGRAPH]}]}
 CONLL = "-DOCSTART- O\n\na B-X\nb I-X\nc O\n\nd O\ne B-Y\n"
 SWAG = (
     ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
@@ -294,13 +279,18 @@ def json_lines(rows) -> bytes:
 
 
 OBJECTS = json_lines(dict(zip(TABLE, row, strict=True)) for row in LINES)
+
+
+def run_config(config) -> bytes:
+    return json.dumps({"config": configs.to_dict(config), "data": [], "best": BEST}).encode()
+
+
+classes = learn(classification.Classification, objective="classes")
+number = learn(classification.Classification, objective="number")
 READERS = {
     **{f"corpus {kind}": ({"a.txt": text.encode()}, read_corpus) for kind, text in CORPORA.items()},
     **{
-        f"corpus {kind} named": (
-            {"a": text.encode()},
-            functools.partial(read_corpus, kind=kind),
-        )
+        f"corpus {kind} named": ({"a": text.encode()}, functools.partial(read_corpus, kind=kind))
         for kind, text in CORPORA.items()
     },
     **{
@@ -310,49 +300,37 @@ READERS = {
     "corpus parquet": ({"a": parquet(text=["One is.", "Two is.", None] * 3)}, read_corpus),
     "table tsv": ({"a.tsv": separated("\t")}, read_table),
     "table csv": ({"a.csv": separated(",") + b'"a ""b""\nc",x,y\n'}, read_table),
-    "table csv.gz": ({"a.csv.gz": gzip.compress(separated(","))}, read_table),
     "table jsonl": ({"a.jsonl": OBJECTS}, read_table),
     "table parquet": ({"a.parquet": parquet(**TABLE)}, read_table),
     "texts txt": ({"a.txt": PROSE.encode()}, read_texts),
     "texts jsonl": ({"a.jsonl": OBJECTS}, read_texts),
     "texts parquet": ({"a.parquet": parquet(**TABLE)}, read_texts),
-    "task csv": ({"a.csv": separated(",")}, learn(classification.Classification, kind="classification")),
+    "task csv": ({"a.csv": separated(",")}, learn(classification.Classification)),
     "task jsonl classes": (
         {"a.jsonl": json_lines({"text": "a", "label": label} for label in (["x", "y"], ["x"], []))},
-        learn(classification.Classification, objective="classes"),
+        classes,
     ),
     "task jsonl number": (
         {"a.jsonl": json_lines({"text": "a", "label": label} for label in (1, 2.5, "3"))},
-        learn(classification.Classification, objective="number"),
-    ),
-    "task parquet": ({"a.parquet": parquet(**TABLE)}, learn(classification.Classification)),
-    "task parquet number": (
-        {"a.parquet": parquet(text=["a", "b"], label=[1.5, 2.0])},
-        learn(classification.Classification, objective="number"),
+        number,
     ),
     "task glue": ({"train.tsv": GLUE_RTE.encode()}, learn(glue.Glue, name="rte")),
     "task stsb": ({"train.tsv": GLUE_STSB.encode()}, learn(glue.Glue, name="stsb")),
-    "task swag": ({"a.csv": SWAG.encode()}, learn(choice.MultipleChoice, kind="choice", name="swag")),
+    "task swag": (
+        {"a.csv": SWAG.encode()},
+        learn(choice.MultipleChoice, kind="choice", name="swag"),
+    ),
     "task conll": ({"a.txt": CONLL.encode()}, learn(tagging.TokenClassification, kind="tagging")),
     "task squad": (
         {"a.json": json.dumps(SQUAD).encode()},
         learn(squad.Squad, kind="squad", question_tokens=4, stride_tokens=3),
     ),
-    "score squad1": (
-        {"data": json.dumps(SQUAD).encode(), "predictions": b'{"p": "de", "q": "abc"}'},
-        read_score("squad1", "data", "predictions"),
-    ),
     "score squad2": (
         {
-            "data": json.dumps(SQUAD).encode(),
-            "predictions": b'{"p": "de", "q": ""}',
+            **{"data": json.dumps(SQUAD).encode(), "predictions": b'{"p": "de", "q": ""}'},
             "odds": b'{"p": 0.5, "q": -3}',
         },
         read_score("squad2", "data", "predictions", "odds"),
-    ),
-    "score glue": (
-        {"data": GLUE_RTE.encode(), "p": b"index\tprediction\n0\tentailment\n1\tentailment\n"},
-        read_score("glue:rte", "data", "p"),
     ),
     "score stsb": (
         {"data": GLUE_STSB.encode(), "p": b"index\tprediction\n0\t1\n1\t3.5\n2\t5\n"},
@@ -369,24 +347,10 @@ READERS = {
         },
         read_vocabulary,
     ),
-    "run": (
-        {
-            "config.json": json.dumps(
-                {"config": configs.to_dict(Config()), "data": [], "best": BEST}
-            ).encode()
-        },
-        read_run,
-    ),
-    "run of a task": (
-        {
-            "config.json": json.dumps(
-                {"config": configs.to_dict(FinetuneConfig()), "data": [], "best": BEST}
-            ).encode()
-        },
-        read_run,
-    ),
-}  # fmt: skip
-CHECKPOINTS = ["tensorflow1", "zip", "safetensors", "sharded", "pytorch", "legacy", "vocab.txt"]
+    "run": ({"config.json": run_config(Config())}, read_run),
+    "run of a task": ({"config.json": run_config(FinetuneConfig())}, read_run),
+}
+CHECKPOINTS = ["zip", "safetensors", "sharded", "pytorch"]
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
@@ -395,26 +359,23 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def checkpoints():
     """Name -> (files of a checkpoint, function that reads their folder)."""
     import torch
     from safetensors.numpy import save
 
-    google = {k: v for k, v in contents(TF1).items() if k.startswith(("bert_", "vocab"))}
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in google.items():
-            archive.writestr(name, data)
+        for name, data in contents(TF1).items():
+            if name.startswith(("bert_", "vocab")):
+                archive.writestr(name, data)
     imported = source.read(str(TF1 / "bert_model.ckpt"))
     tensors = huggingface.to_huggingface(imported.params, imported.config.model)
     settings_ = huggingface.huggingface_config(imported.config.model, imported.vocabulary)
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
     modules = [
-        {
-            "idx": i,
-            "path": f"{i}_{kind}" if i else "",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for i, kind in enumerate(["Transformer", "Pooling", "Normalize"])
+        {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
     ]
     tokenizer = huggingface.tokenizer_files(imported.vocabulary, 16)
     plain = {
@@ -427,14 +388,9 @@ def checkpoints(tmp_path_factory):
     first = dict(itertools.islice(tensors.items(), 5))
     rest = {name: value for name, value in tensors.items() if name not in first}
     index = {name: "a.safetensors" if name in first else "b.safetensors" for name in tensors}
-    state = {name: torch.tensor(value) for name, value in tensors.items()}
-    bins = {}
-    for name, new in (("pytorch", True), ("legacy", False)):
-        out = io.BytesIO()
-        torch.save(state, out, _use_new_zipfile_serialization=new)
-        bins[name] = {**plain, "pytorch_model.bin": out.getvalue()}
+    pickled = io.BytesIO()
+    torch.save({name: torch.tensor(value) for name, value in tensors.items()}, pickled)
     result = {
-        "tensorflow1": google,
         "zip": {"a.zip": packed.getvalue()},
         "safetensors": {**plain, "model.safetensors": save(tensors, {"crc32c": "{}"})},
         "sharded": {
@@ -443,12 +399,11 @@ def checkpoints(tmp_path_factory):
             "a.safetensors": save(first),
             "b.safetensors": save(rest),
         },
-        **bins,
-        "vocab.txt": {
+        "pytorch": {
             "config.json": plain["config.json"],
             "vocab.txt": imported.vocabulary.to_bytes(),
             "added_tokens.json": b"{}",
-            "model.safetensors": save(tensors),
+            "pytorch_model.bin": pickled.getvalue(),
         },
     }
     return {
@@ -513,16 +468,20 @@ def zeros(kind: str, size: int, byte: bytes = b" ") -> bytes:
     return block * (size >> 26)  # each format allows concatenated streams
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
-@pytest.mark.parametrize("name", ["corpus", "conll", "squad", "table"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*itertools.product(["corpus", "conll", "squad", "table"], ["gz"]), ("corpus", "zst")],
+)
 def test_decompression_bombs_are_streamed_or_refused(tmp_path, monkeypatch, name, kind):
-    monkeypatch.setattr(compressed, "DATA_BYTES", 1 << 24)
-    for module in (squad_score, conll_score):
+    for module in (compressed, squad_score, conll_score):
         monkeypatch.setattr(module, "DATA_BYTES", 1 << 24)
+
+    def read_lengths(path):
+        documents = corpus.read(corpus.parse_source(path), corpus.Report())
+        return sum(len(document.text) for document in documents)
+
     read = {
-        "corpus": lambda path: sum(
-            len(d.text) for d in corpus.read(corpus.parse_source(path), corpus.Report())
-        ),
+        "corpus": read_lengths,
         "conll": conll_score.read,
         "squad": squad_score.read,
         "table": lambda path: list(tables.read(path, ["text"], kind=".tsv")),
@@ -531,7 +490,7 @@ def test_decompression_bombs_are_streamed_or_refused(tmp_path, monkeypatch, name
     path.write_bytes(zeros(kind, 1 << 27, b"a"))
     with only_user_errors(most_bytes=1 << 27), contextlib.ExitStack() as stack:
         if name != "corpus":
-            stack.enter_context(pytest.raises(UserError, match=f"{path}.*more than"))
+            stack.enter_context(pytest.raises(UserError, match=str(path)))
         read(str(path))
 
 
@@ -558,18 +517,9 @@ def test_zip_bomb_is_refused(tmp_path):
             archive.writestr(name, b" " * (1 << 26))
     with (
         only_user_errors(),
-        pytest.raises(UserError, match=r"a\.zip unpacks to 134,217,728"),
+        pytest.raises(UserError, match=r"a\.zip unpacks to"),
     ):
         source.read(str(path))
-
-
-@pytest.mark.parametrize("length", [1 << 60, (1 << 64) - 1, 100 << 20, 0])
-def test_wrong_safetensors_header_length_is_refused(checkpoints, folder, length):
-    files, read = checkpoints["safetensors"]
-    data = length.to_bytes(8, "little") + files["model.safetensors"][8:]
-    place(folder, {**files, "model.safetensors": data})
-    with only_user_errors(), pytest.raises(UserError, match="is damaged"):
-        read(folder)
 
 
 def test_many_tensors_sharing_storage_are_refused(tmp_path):
@@ -585,9 +535,7 @@ def test_many_tensors_sharing_storage_are_refused(tmp_path):
 # --- Paths and code -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret", "/etc/hosts", "..", ".", "a/../../secret", "", 5, None]
-)
+@pytest.mark.parametrize("name", ["../secret", "/etc/hosts", "..", "a/../../secret"])
 @pytest.mark.parametrize("file", ["model.safetensors.index.json", "modules.json"])
 def test_path_traversal_in_index_files_is_refused(checkpoints, folder, monkeypatch, file, name):
     files, read = checkpoints["sharded"]
@@ -598,15 +546,9 @@ def test_path_traversal_in_index_files_is_refused(checkpoints, folder, monkeypat
         value["weight_map"] = dict.fromkeys(value["weight_map"], name)
     place(folder, {**files, file: json.dumps(value).encode()})
     place(folder.parent / "secret", {"config.json": b"{}"})
-    opened = []
-    monkeypatch.setattr(
-        source, "_json", lambda path, before=source._json: opened.append(path) or before(path)
-    )
-    # A module without a path lies in the folder itself, whose config.json has no pooling settings.
-    own = file == "modules.json" and name in ("", None)
-    with pytest.raises(
-        UserError, match="pools by" if own else "in the same folder|not a subfolder"
-    ):
+    opened, read_json = [], source._json
+    monkeypatch.setattr(source, "_json", lambda path: opened.append(path) or read_json(path))
+    with pytest.raises(UserError, match=r"same folder|not a subfolder"):
         read(folder)
     assert all(path.resolve().is_relative_to(folder.resolve()) for path in opened)
 
@@ -654,68 +596,38 @@ def test_any_setting_is_accepted_or_rejected(file, given_):
         assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
 
 
-@pytest.mark.parametrize("value", ["'12'", "None", "[1]", "1e6", "True", "Config()"])
-@pytest.mark.parametrize("key", ["steps", "model", "phases", "optim", "model.labels"])
-def test_config_values_of_wrong_type_are_refused(tmp_path, key, value):
-    path = tmp_path / f"config_{key.replace('.', '_')}_{abs(hash(value))}.py"
-    path.write_text(
-        "from bert_jax.config.schema import Config\n"
-        f"def get_config():\n    config = Config()\n    config.{key} = {value}\n    return config\n"
-    )
-    with only_user_errors(), pytest.raises(UserError, match=f"config.{key}"):
-        flags.load([f"--config={path}"])
-
-
+# {odd}: a path that no command can use; {text}, {vocab}, {rows} and {model}: valid ones.
 COMMANDS = [
-    "vocab {path} --out {new} --size {number} --min-frequency {number}",
-    "prepare {path} --vocab {path} --out {new} --tokens {number} --sequences {number} --workers 1",
-    "prepare {path} --vocab {path} --out {new} --passes {number} --seed {number} --heldout-fraction "
-    "{number} --short-fraction {number} --language {path} --workers 1",
-    "prepare {path} --vocab {path} --out {new} --workers {number}",
-    "pretrain --config {path} --workdir {new} --rows {path}",
-    "pretrain --config CONFIGS/pretrain.py:{path} --workdir {path} --rows {path}",
-    "pretrain --config CONFIGS/pretrain.py:mini,128 --workdir {new} --rows {path}",
-    "finetune --config CONFIGS/table.py --init {path} --workdir {new} --data {path} --seeds {number}",
-    "finetune --config CONFIGS/glue.py:{path} --init none --vocab {path} --workdir {new}",
-    "predict {path} --workdir {path} --out {new} --checkpoint {number}",
-    "score {path} {path} {path}",
-    "score squad1 {path} {path}",
-    "score glue:rte {path} {path}",
-    "score conll {path} {path}",
-    "glue-zip {path} --out {new}",
-    "evaluate --workdir {path} --rows {path} --checkpoint {number}",
-    "fill-mask --init {path} --top {number} text",
-    "import {path} --out {new} --vocab {path}",
-    "export --init {path} --out {new}",
-    "embed {path} --init {path} --out {new} --tokens {number} --overlap {number}",
-    "launch --on local --dry-run --processes {number} -- pretrain --config {path} --workdir {path}",
+    "vocab {text} --out {new} --size {number} --min-frequency {number}",
+    "vocab {odd} --out {odd}",
+    "prepare {text} --vocab {vocab} --out {new} --tokens {number} --sequences {number} --workers 1",
+    "prepare {text}@{number} --vocab {vocab} --out {new} --seed {number} --workers 1",
+    "prepare {text} --vocab {vocab} --out {new} --passes {number} --heldout-fraction {number} "
+    "--short-fraction {number} --workers 1",
+    "prepare {odd} --vocab {odd} --out {odd} --workers 1",
+    "pretrain --config {odd} --workdir {new} --rows {odd}",
+    "pretrain --config CONFIGS/pretrain.py:mini,128 --workdir {new} --rows {odd}",
+    "finetune --config CONFIGS/table.py --init {odd} --workdir {new} --data {odd} --seeds {number}",
+    "finetune --config CONFIGS/glue.py:{odd} --init none --vocab {vocab} --workdir {new}",
+    "predict {odd} --workdir {odd} --out {new} --checkpoint {number}",
+    "score {odd} {odd} {odd}",
+    "glue-zip {odd} --out {new}",
+    "evaluate --workdir {odd} --rows {rows} --checkpoint {number}",
+    "fill-mask --init {model} --top {number} [MASK]",
+    "import {odd} --out {new} --vocab {odd}",
+    "export --init {model} --out {odd} --checkpoint {number}",
+    "embed {text} --init {model} --out {new}.npy --layers={number} --weights={number}",
+    "embed {odd} --init {model} --out {new}.npy --tokens {number} --long window --overlap {number}",
+    "launch --on local --dry-run --processes {number} --devices {number} -- pretrain --config {odd} "
+    "--workdir {odd}",
     "launch --on slurm --dry-run --nodes {number} --gpus {number} -- pretrain --config "
-    "CONFIGS/pretrain.py:mini,128 --rows {path} --workdir {path}",
-    "preflight --config CONFIGS/pretrain.py:mini --topology {path} --sequences {number}",
-    "preflight --config CONFIGS/pretrain.py:mini --topology v5e:{number}x{number}",
-    "sweep {path} --dry-run --jobs {number} --seeds {number} --runs {new}",
-    "report {path} --out {new}.html",
-    "attention --init {path} --text {path} --text-b {path} --out {new}.html",
-    "{path} {path}",
+    "CONFIGS/pretrain.py:mini,128 --rows {rows} --workdir {odd}",
+    "preflight --config CONFIGS/pretrain.py:mini --topology {odd} --sequences {number}",
+    "sweep {odd} --dry-run --jobs {number} --seeds {number} --runs {new}",
+    "report {odd} --out {new}.html",
+    "attention --init {model} --text {number} --text-b {odd} --out {new}.html",
+    "{odd} {odd}",
 ]
-
-
-def run(arguments, capsys):
-    """Run a command; check that it succeeds or fails with one line and the user-error status."""
-    capsys.readouterr()
-    try:
-        status = cli.main(arguments)
-    except SystemExit as stopped:
-        status = stopped.code
-    output = capsys.readouterr().err
-    assert status in (0, cli.EXIT_USER_ERROR), (arguments, output)
-    if status == cli.EXIT_USER_ERROR:
-        last = output.strip().splitlines()[-1]
-        assert last.startswith("bert-jax"), arguments
-        assert len(last) < LINE
-    assert "Traceback" not in output
-
-
 NUMBERS = [
     "-1", "0", "1", "-0.0", "1.5", "nan", "inf", "1e999", "x", "", "9" * 30, "9" * 5000, "--",
 ]  # fmt: skip
@@ -735,80 +647,53 @@ def odd_paths(folder):
     ]  # fmt: skip
 
 
-@settings(max_examples=60 * SOAK, deadline=None, suppress_health_check=FIXTURES)
+@pytest.fixture(scope="module")
+def valid_paths(corpus, rows, checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(corpus.read_text().split("\n\n")[:6]))
+    model = place(folder / "model", checkpoints["safetensors"][0])
+    return {"text": text, "vocab": rows() / "vocab.txt", "rows": rows(), "model": model}
+
+
+@settings(max_examples=90 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(st.data())
-def test_any_command_line_ends_in_one_line(odd_paths, folder, monkeypatch, capsys, data):
+def test_any_command_line_ends_in_one_line(
+    odd_paths, valid_paths, folder, monkeypatch, capsys, data
+):
+    """It succeeds, or fails with one line and the status of an error of the user."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n")))
     monkeypatch.chdir(folder.parent)
     new = folder.parent / "new"
     shutil.rmtree(new, ignore_errors=True)
-    arguments = []
-    for part in (
-        data.draw(st.sampled_from(COMMANDS)).replace("CONFIGS", str(ROOT / "configs")).split()
-    ):
-        part = part.replace("{new}", str(new)) if data.draw(st.integers(0, 9)) else part
-        while "{path}" in part or "{new}" in part:
-            path = data.draw(st.sampled_from(odd_paths))
-            part = part.replace("{path}", path, 1).replace("{new}", path, 1)
-        while "{number}" in part:
-            part = part.replace("{number}", data.draw(st.sampled_from(NUMBERS)), 1)
-        arguments.append(part)
-    before = sorted(folder.rglob("*"))
-    run(arguments, capsys)
-    assert [path for path in before if not path.exists()] == []
-
-
-GOOD_COMMANDS = [
-    "vocab {text} --out {new} --size {number}",
-    "vocab {text} --out {new} --size 200 --min-frequency {number}",
-    "prepare {text} --vocab {vocab} --out {new} --tokens {number} --sequences {number} --workers 1",
-    "prepare {text}@{number} --vocab {vocab} --out {new} --seed {number} --workers 1",
-    "prepare {text} --vocab {vocab} --out {new} --passes {number} --workers 1",
-    "prepare {text} --vocab {vocab} --out {new} --workers {number}",
-    "prepare {text} --vocab {vocab} --out {new} --heldout-fraction {number} --workers 1",
-    "prepare {text} --vocab {vocab} --out {new} --short-fraction {number} --workers 1",
-    "prepare {text} --vocab {vocab} --out {new} --language de --workers 1",
-    "fill-mask --init {model} --top {number} [MASK]",
-    "attention --init {model} --text {number} --text-b {number} --rollout --out {new}/a.html",
-    "embed {text} --init {model} --out {new}.npy --tokens {number}",
-    "embed {text} --init {model} --out {new}.npy --layers={number} --weights={number}",
-    "embed {text} --init {model} --out {new}.npy --long window --overlap {number}",
-    "evaluate --workdir {model} --checkpoint {number}",
-    "export --init {model} --out {new} --checkpoint {number}",
-    "preflight --config CONFIGS/pretrain.py:mini --topology v5e:2x2 --dollars-per-chip-hour={number} "
-    "--sequences 0",
-    "launch --on local --dry-run --processes {number} --devices {number} -- pretrain --config "
-    "CONFIGS/pretrain.py:mini,128 --rows {rows} --workdir {new}",
-]
-
-
-@pytest.fixture(scope="module")
-def good_paths(corpus, rows, checkpoints, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("good")
-    text = folder / "text.txt"
-    text.write_text("\n\n".join(corpus.read_text().split("\n\n")[:6]))
-    model = place(folder / "model", checkpoints["safetensors"][0])
-    result = {"text": text, "vocab": rows() / "vocab.txt", "rows": rows(), "model": model}
-    return {name: str(path) for name, path in result.items()}
-
-
-@settings(max_examples=25 * SOAK, deadline=None, suppress_health_check=FIXTURES)
-@given(st.sampled_from(GOOD_COMMANDS), st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=2))
-def test_any_number_is_accepted_or_rejected(good_paths, tmp_path, capsys, command, numbers):
-    new = tmp_path / "new"
-    shutil.rmtree(new, ignore_errors=True)
     new.with_suffix(".npy").unlink(missing_ok=True)
-    for number in numbers:
-        command = command.replace("{number}", number, 1)
-    command = command.replace("CONFIGS", str(ROOT / "configs")).replace("{new}", str(new))
-    run(command.format(**good_paths).split(" "), capsys)
+    values = {name: st.just(str(path)) for name, path in valid_paths.items()}
+    values |= {"odd": st.sampled_from(odd_paths), "number": st.sampled_from(NUMBERS)}
+    values |= {"new": st.just(str(new)) | st.just(str(new)) | st.sampled_from(odd_paths)}
+    command = data.draw(st.sampled_from(COMMANDS)).replace("CONFIGS", str(ROOT / "configs"))
+    arguments = [
+        re.sub(r"\{(\w+)\}", lambda name: data.draw(values[name[1]]), part)
+        for part in command.split()
+    ]
+    before = sorted(folder.rglob("*"))
+    capsys.readouterr()
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stopped:
+        status = stopped.code
+    output = capsys.readouterr().err
+    assert status in (0, cli.EXIT_USER_ERROR), (arguments, output)
+    assert "Traceback" not in output
+    if status == cli.EXIT_USER_ERROR:
+        last = output.strip().splitlines()[-1]
+        assert last.startswith("bert-jax"), arguments
+        assert len(last) < LINE
+    assert [path for path in before if not path.exists()] == []
 
 
 @pytest.mark.parametrize("setting", ["steps=3000000000", "phases[0].batch_size=99999999999999"])
 def test_counts_that_overflow_int32_are_refused(setting):
     key = setting.partition("=")[0]
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=re.escape(f"config.{key} is ")):
         flags.load([f"--config={ROOT / 'configs' / 'pretrain.py'}:mini", f"--config.{setting}"])
-    assert f"config.{key} is " in str(error.value)
-    assert "below 2**31" in str(error.value)

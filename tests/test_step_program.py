@@ -185,21 +185,6 @@ def test_metrics_are_sums_over_a_logging_window():
     assert weights == [4 * 24 * count for count in (1, 2, 1, 2, 1)]
 
 
-def test_initialization_is_traced_once(monkeypatch):
-    traced, touch = [], bert.Bert.touch
-
-    def counted(*inputs):
-        traced.append(inputs)
-        return touch(*inputs)
-
-    monkeypatch.setattr(bert, "_INITIALIZERS", {})
-    monkeypatch.setattr(bert.Bert, "touch", counted)
-    init, shapes = initial_state(*small_phase("L1-H32-A2"))
-    count = len(traced)
-    init(step_lib.place_seed(0, shapes))
-    assert len(traced) == count > 0
-
-
 @pytest.mark.parametrize("layer_loop", ["unrolled", "scanned"])
 def test_every_dropout_uses_a_different_key(monkeypatch, layer_loop):
     """Not within a layer, nor across layers, parts of a batch, steps or seeds."""

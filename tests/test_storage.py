@@ -104,17 +104,11 @@ def finish(process):
     return result
 
 
-def wait_for(condition, process, seconds=120):
-    for _ in range(seconds * 50):
-        if condition():
-            return
+def wait_for_objects(url, count, process):
+    """Wait until the checkpoints of a run have this many objects."""
+    while len(storage.listing(f"{url}/checkpoints")) < count:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
-    raise AssertionError("it did not happen")
-
-
-def saved(url):
-    return [n for n in storage.listing(f"{url}/checkpoints") if n.endswith("/manifest.json")]
 
 
 # --- Objects --------------------------------------------------------------------------------------
@@ -240,37 +234,23 @@ def test_suspended_owner_does_not_renew_a_later_lease(url, monkeypatch):
     assert storage.listing(url) == {}
 
 
-def test_lease_is_renewed_until_it_is_released(url, monkeypatch):
-    monkeypatch.setattr(lease_lib, "HEARTBEAT_SECONDS", 0.05)
-    with storage.Lease(url) as lease:
-        for _ in range(200):
-            if json.loads(storage.read(f"{url}/lease/000001"))["beats"] > 1:
-                break
-            time.sleep(0.02)
-        else:
-            pytest.fail("the lease was not renewed")
-    lease.renew()
-    assert storage.listing(url) == {}
-
-
 def test_output_is_not_completed_after_another_process_takes_over(url, monkeypatch):
     upload = storage.objects.upload
 
+    def take_over(paths, urls):
+        upload(paths, urls)
+        storage.write(f"{url}/lease/000009", b"{}")
+
     def write():
-        with storage.output(f"{url}/out") as folder:
+        with storage.output(url) as folder:
             folder.mkdir(parents=True)
             for name in ("config.json", "model"):
                 (folder / name).write_text(name)
 
-    def take_over(paths, urls):
-        upload(paths, urls)
-        storage.write(f"{url}/out/lease/000009", b"{}")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(storage.objects, "upload", take_over)
-        with pytest.raises(UserError, match=f"{url}/out was taken over"):
-            write()
-    assert list(storage.listing(f"{url}/out"))[-1] == "model"
+    monkeypatch.setattr(storage.objects, "upload", take_over)
+    with pytest.raises(UserError, match=f"{url} was taken over"):
+        write()
+    assert list(storage.listing(url)) == ["lease/000009", "model"]
 
 
 def test_dead_local_process_loses_its_lease(url):
@@ -487,18 +467,6 @@ def test_altered_rows_are_detected(url, rows, cache):
         loader.Rows(url, "train")
 
 
-def test_cache_size_is_bounded(remote_rows, rows, cache, monkeypatch):
-    """The least recently used rows are evicted."""
-    size = sum(shard.bytes for shard in read_manifest(rows()).train.shards)
-    old = cache / "rows" / "old"
-    old.mkdir(parents=True)
-    (old / "shard").write_bytes(bytes(size))
-    os.utime(old, (1, 1))
-    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", str(1.5 * size / 1e9))
-    wait_for_copies(loader.Rows(remote_rows, "train"))
-    assert not old.exists()
-
-
 def test_shards_are_copied_once(remote_rows, cache, monkeypatch):
     """Phases with the same rows, and the processes of a host, share the copies."""
     both_open, copied, download = threading.Event(), [], storage.download
@@ -516,14 +484,18 @@ def test_shards_are_copied_once(remote_rows, cache, monkeypatch):
     assert len(copied) == len(both[0]._shards)
 
 
-def test_rows_in_use_stay_in_the_cache(remote_rows, cache, ranges, monkeypatch):
+def test_rows_in_use_stay_in_the_bounded_cache(remote_rows, cache, ranges, monkeypatch):
     opened = loader.Rows(remote_rows, "train")
     wait_for_copies(opened)
     size = sum(shard.bytes for shard in opened._shards)
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", str(1.5 * size / 1e9))
-    other = cache / "rows" / "other"
+    other, old = cache / "rows" / "other", cache / "rows" / "old"
     other.mkdir()
+    old.mkdir()
+    (old / "shard").write_bytes(bytes(size))
+    os.utime(old, (1, 1))
     assert not storage.make_room(other, size)
+    assert not old.exists()
     copies = list(cache.rglob("*.arrayrecord"))
     assert len(copies) == len(opened._shards)
 
@@ -623,11 +595,9 @@ def test_killed_and_preempted_run_resumes_bitwise_identical(
     server, url, remote_rows, uninterrupted
 ):
     """It ends on another machine, which has no copies."""
-    for count, number in ((1, signal.SIGKILL), (4, signal.SIGTERM)):
+    for count, number in ((8, signal.SIGKILL), (32, signal.SIGTERM)):
         process = start(server, url, remote_rows)
-        wait_for(
-            lambda count=count: len(storage.listing(f"{url}/checkpoints")) >= 8 * count, process
-        )
+        wait_for_objects(url, count, process)
         process.send_signal(number)
         _, result = process.communicate(timeout=120)
         expected = -number if number == signal.SIGKILL else cli.EXIT_INTERRUPTED
@@ -644,10 +614,7 @@ def test_killed_and_preempted_run_resumes_bitwise_identical(
 @pytest.mark.nightly
 def test_run_resumes_after_a_server_outage(server, url, remote_rows, uninterrupted):
     process = start(server, url, remote_rows)
-    wait_for(
-        lambda: [n for n in storage.listing(f"{url}/checkpoints") if n.endswith("manifest.json")],
-        process,
-    )
+    wait_for_objects(url, 20, process)
     server.proxy.is_down = True
     _, result = process.communicate(timeout=300)
     server.proxy.is_down = False
