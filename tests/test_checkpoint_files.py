@@ -90,14 +90,6 @@ def script():
     return module
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    """A copy of the fixture that a test can corrupt."""
-    return pathlib.Path(
-        shutil.copytree(FIXTURE, tmp_path / "tf1", ignore=shutil.ignore_patterns("*.py", "__*"))
-    )
-
-
 def _masked(data: bytes) -> int:
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -177,30 +169,17 @@ def test_reads_checkpoints_written_by_tensorflow(script):
         assert same(read, {name: np.asarray(tensors[name]) for name in sorted(tensors)})
 
 
-def test_reads_tensorflow_checkpoint_inside_a_zip(tmp_path):
-    archive = tmp_path / "release.zip"
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
-        for file in FIXTURE.glob("*.ckpt.*"):
-            out.write(file, f"uncased/{file.name}")
-    with zipfile.ZipFile(archive) as opened:
-        inside = zipfile.Path(opened, "uncased/")
-        expected = tensorflow1.read(FIXTURE, "bert_model.ckpt")
-        assert same(tensorflow1.read(inside, "bert_model.ckpt"), expected)
-        with refused("release.zip", "uncased/no.index", "does not exist"):
-            tensorflow1.read(inside, "no")
-
-
-def test_unselected_tensors_are_not_read(checkpoint):
-    data = checkpoint / "bert_model.ckpt.data-00000-of-00001"
-    entry = tensorflow1.entries(checkpoint, "bert_model.ckpt")["bert/pooler/dense/bias/adam_m"]
-    content = bytearray(data.read_bytes())
-    content[entry.offset] ^= 1
-    data.write_bytes(content)
-    read = tensorflow1.read(checkpoint, "bert_model.ckpt", lambda name: "adam" not in name)
+def test_unselected_tensors_are_not_read(tmp_path):
+    name, tensor = "bert_model.ckpt.data-00000-of-00001", "bert/pooler/dense/bias/adam_m"
+    shutil.copy(FIXTURE / "bert_model.ckpt.index", tmp_path)
+    content = bytearray((FIXTURE / name).read_bytes())
+    content[tensorflow1.entries(FIXTURE, "bert_model.ckpt")[tensor].offset] ^= 1
+    (tmp_path / name).write_bytes(content)
+    read = tensorflow1.read(tmp_path, "bert_model.ckpt", lambda name: "adam" not in name)
     whole = tensorflow1.read(FIXTURE, "bert_model.ckpt")
     assert same(read, {name: v for name, v in whole.items() if "adam" not in name})
-    with refused(data.name, "'bert/pooler/dense/bias/adam_m'", "checksum"):
-        tensorflow1.read(checkpoint, "bert_model.ckpt")
+    with refused(name, repr(tensor), "checksum"):
+        tensorflow1.read(tmp_path, "bert_model.ckpt")
 
 
 def test_string_tensors_are_listed_but_not_readable():
@@ -252,21 +231,6 @@ def test_reads_tables_with_any_block_and_restart_size(tmp_path_factory, names, a
         data += array.tobytes()
     _write(folder, records, data, a_block=a_block, restart=restart)
     assert same(tensorflow1.read(folder, "x"), dict(sorted(arrays.items())))
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(damages, min_size=1, max_size=3), st.booleans())
-def test_corrupt_records_with_valid_checksums_are_handled(tmp_path_factory, damages, in_header):
-    """A valid checksum does not imply a valid record."""
-    folder = tmp_path_factory.getbasetemp()
-    records = {b"": HEADER, b"a": _entry(offset=0), b"b": _entry(offset=8, shape=(1, 2))}
-    for damage in damages:
-        name = b"" if in_header else b"b"
-        records[name] = damaged(records[name] or b"\0", damage)
-    _write(folder, records, b"\0" * 16)
-    with contextlib.suppress(UserError):
-        read = tensorflow1.read(folder, "x")
-        assert sum(array.nbytes for array in read.values()) <= 16
 
 
 @pytest.mark.parametrize(
@@ -517,18 +481,15 @@ def test_misuse_of_allowed_pickle_names_is_rejected(tmp_path):
     ],
 )
 def test_tensors_outside_their_storage_are_rejected(tmp_path, kind, bad):
-    good = container(tmp_path / "good.bin", _pickled({"t": _tensor()}), kind)
-    assert pytorch.read(good)["t"].shape == (6,)
+    fine = _pickled({"t": _tensor(), "one": _tensor(shape=(1, 6), strides=(1 << 62, 1))})
+    shapes = [
+        array.shape for array in pytorch.read(container(tmp_path / "m.bin", fine, kind)).values()
+    ]
+    assert shapes == [(6,), (1, 6)]  # the stride of a dimension of size 1 does not matter
     path = container(tmp_path / "m.bin", _pickled({"t": _tensor(**bad)}), kind)
     beyond = bad in ({"offset": 1}, {"shape": (7,)}, {"strides": (2,)})
     with refused("m.bin", "beyond its storage" if beyond else ""), modest():
         pytorch.read(path)
-
-
-@pytest.mark.parametrize("kind", [LEGACY, ZIP])
-def test_stride_of_a_size_one_dimension_is_ignored(tmp_path, kind):
-    tensor = _tensor(shape=(1, 6), strides=(1 << 62, 1))
-    assert pytorch.read(container(tmp_path / "m.bin", _pickled({"t": tensor}), kind))["t"].size == 6
 
 
 def test_legacy_storage_larger_than_its_file_is_rejected(tmp_path):
@@ -604,10 +565,6 @@ def test_corrupt_storage_error_names_the_tensor(tmp_path, states):
     content[content.find(weight)] ^= 1
     path.write_bytes(content)
     with refused("m.bin", "'table.weight'", "CRC"):
-        pytorch.read(path)
-    path = save(tmp_path / "old.bin", {"first": torch.ones(3), "second": torch.ones(300)}, LEGACY)
-    path.write_bytes(path.read_bytes()[:-1])
-    with refused("old.bin", "truncated"):
         pytorch.read(path)
 
 

@@ -1,6 +1,5 @@
 """Fine-tuning from the command line: learning, resuming, rejected settings, and output files."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -201,21 +200,17 @@ def test_hugging_face_export_preserves_labels(run, tmp_path):
     assert model.config.problem_type == "single_label_classification"
     classify = transformers.pipeline("text-classification", str(tmp_path / "out"))
     assert [c["label"] for c in classify(["w5 w0 w7", "w9 w1 w3"])] == ["no", "yes"]
-    back = source.read(str(tmp_path / "out"))
-    config, _, params, _ = checkpoint.load_model(run)
-    assert back.config.model.problem_type == "single_label_classification"
-    others = ("tied_decoder", "attention", "problem_type")
-    assert back.config.model == dataclasses.replace(
-        config.model, **{name: getattr(back.config.model, name) for name in others}
-    )
-    jax.tree.map(np.testing.assert_array_equal, back.params, jax.device_get(params))
+    params = jax.device_get(checkpoint.load_model(run)[2])
+    jax.tree.map(np.testing.assert_array_equal, source.read(str(tmp_path / "out")).params, params)
 
 
 @pytest.mark.slow
 def test_feature_based_training_freezes_the_encoder(run, data, tmp_path, capsys):
     """Two seeds from one checkpoint compile the step once."""
     changes = (
-        *("model.features=weighted-all", "model.lstm_layers=2", "epochs=1", "model.dropout=0.1"),
+        "model.features=weighted-all",
+        "model.lstm_layers=2",
+        "epochs=1",
         "optim.weight_decay=0.5",
     )
     argv = arguments(data, tmp_path / "both", *changes, init=run, options=("--seeds", "2"))

@@ -63,39 +63,15 @@ NASTY_VALUES = [
 ]  # fmt: skip
 
 places = st.integers(0, 1 << 20)
-byte_changes = st.one_of(
-    st.tuples(st.just("flip"), places, st.integers(0, 7)),
-    st.tuples(st.just("set"), places, st.integers(0, 255)),
-    st.tuples(st.just("cut"), places, st.just(0)),
-    st.tuples(st.just("drop"), places, st.integers(1, 40)),
-    st.tuples(st.just("repeat"), places, st.integers(1, 40)),
-    st.tuples(st.just("insert"), places, st.sampled_from(NASTY_BYTES) | st.binary(max_size=9)),
-    st.tuples(st.just("all"), st.just(0), st.binary(max_size=60)),
-)
-value_changes = st.tuples(
-    st.sampled_from(["value", "remove", "rename", "twice"]), places, st.sampled_from(NASTY_VALUES)
-)
+# Some bytes are replaced by others; neither need be there.
+lengths = st.sampled_from([0, 1, 2, 40, 1 << 30])
+byte_changes = st.tuples(lengths, st.sampled_from(NASTY_BYTES) | st.binary(max_size=60))
+value_changes = st.sampled_from(["remove", "rename", "set"]), st.sampled_from(NASTY_VALUES)
 changes = st.lists(
-    st.tuples(st.integers(0, 99), st.one_of(byte_changes, value_changes)), min_size=1, max_size=3
+    st.tuples(st.integers(0, 99), places, byte_changes | st.tuples(*value_changes)),
+    min_size=1,
+    max_size=3,
 )
-
-
-def change_bytes(content: bytes, kind, at, value) -> bytes:
-    at %= len(content) + 1
-    here = content[at : at + 1]
-    if kind == "flip" and here:
-        return content[:at] + bytes([here[0] ^ 1 << value]) + content[at + 1 :]
-    if kind == "set":
-        return content[:at] + bytes([value]) + content[at + 1 :]
-    if kind == "cut":
-        return content[:at]
-    if kind == "drop":
-        return content[:at] + content[at + value :]
-    if kind == "repeat":
-        return content[: at + value] + content[at:]
-    if kind == "insert":
-        return content[:at] + value + content[at:]
-    return value if kind == "all" else content
 
 
 def nested_values(value, holder=None, key=None):
@@ -107,7 +83,7 @@ def nested_values(value, holder=None, key=None):
         yield from nested_values(each, value, inside)
 
 
-def change_value(content: bytes, kind, at, value) -> bytes:
+def change_value(content: bytes, at, kind, value) -> bytes:
     """Change one value of a JSON text, or of one line of JSON Lines."""
     lines = [content] if b"\n{" not in content else content.split(b"\n")
     line = at % len(lines)
@@ -123,8 +99,6 @@ def change_value(content: bytes, kind, at, value) -> bytes:
         del holder[key]
     elif kind == "rename" and isinstance(holder, dict):
         holder[str(value)] = holder.pop(key)
-    elif kind == "twice" and isinstance(holder, list):
-        holder.append(holder[key])
     else:
         holder[key] = value
     lines[line] = json.dumps(parsed).encode()
@@ -134,11 +108,13 @@ def change_value(content: bytes, kind, at, value) -> bytes:
 def changed(files: dict[str, bytes], wrong) -> dict[str, bytes]:
     """Return the files with the given faults applied."""
     files = dict(files)
-    for number, (kind, at, value) in wrong:
+    for number, at, (how, value) in wrong:
         name = sorted(files)[number % len(files)]
-        of_bytes = kind in ("flip", "set", "cut", "drop", "repeat", "insert", "all")
-        change = change_bytes if of_bytes else change_value
-        files[name] = change(files[name], kind, at, value)
+        if isinstance(how, str):
+            files[name] = change_value(files[name], at, how, value)
+        else:
+            start = at % (len(files[name]) + 1)
+            files[name] = files[name][:start] + value + files[name][start + how :]
     return files
 
 
@@ -265,13 +241,11 @@ SWAG = (
     ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
     '0,v,1,"a b",a b,c,gold,d,"e, f",g,h,2\n1,v,2,a,a,c,gold,d,e,g,h,0\n'
 )
-GLUE_RTE = "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n1\tc\td\tnot_entailment\n"
 GLUE_STSB = "index\tsentence1\tsentence2\tscore\n0\ta\tb\t1.5\n1\tc\td\t4\n2\ta\ta\t5.0\n"
 
 
-def separated(delimiter, header=True) -> bytes:
-    rows = [tuple(TABLE)] * header + LINES
-    return "".join(f"{delimiter.join(row)}\n" for row in rows).encode()
+def separated(delimiter) -> bytes:
+    return "".join(f"{delimiter.join(row)}\n" for row in [tuple(TABLE), *LINES]).encode()
 
 
 def json_lines(rows) -> bytes:
@@ -314,8 +288,7 @@ READERS = {
         {"a.jsonl": json_lines({"text": "a", "label": label} for label in (1, 2.5, "3"))},
         number,
     ),
-    "task glue": ({"train.tsv": GLUE_RTE.encode()}, learn(glue.Glue, name="rte")),
-    "task stsb": ({"train.tsv": GLUE_STSB.encode()}, learn(glue.Glue, name="stsb")),
+    "task glue": ({"train.tsv": GLUE_STSB.encode()}, learn(glue.Glue, name="stsb")),
     "task swag": (
         {"a.csv": SWAG.encode()},
         learn(choice.MultipleChoice, kind="choice", name="swag"),
