@@ -249,8 +249,8 @@ def test_damaged_metrics_are_reported_and_readable_lines_kept(run, copy, capfd, 
     assert "were lost" not in capfd.readouterr().err
 
 
-NONSENSE = (b"", b"\xff\x00", b"[]", b'{"step": "x"}\n', b"[" * 9999, None)
-RESUMED = (b"\xff\x00", b"[]", None)
+NONSENSE = (b"", b"\xff\x00", b"[]", b"[" * 9999, None)
+RESUMED = (b"[]", None)
 SMALL_FILES = (
     "config.json", "metrics.jsonl", "speed.jsonl", "starts.jsonl", "vocab.txt",
     "tensorboard", "checkpoints", "damaged", "checkpoints/4/manifest.json",

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+from unittest import mock
 
 import jax
 import numpy as np
@@ -123,20 +124,14 @@ def test_sigterm_after_last_step_stops_before_next_seed(data, tmp_path, monkeypa
 
 
 def test_settings_of_the_command_line_count_at_their_defaults(data, tmp_path, monkeypatch):
-    passed = {}
-
-    def finetune(*_, **options):
-        passed.update(options)
-        raise UserError("stop")
-
+    finetune = mock.Mock(side_effect=UserError("stop"))
     monkeypatch.setattr(train_lib, "finetune", finetune)
     argv = arguments(data, tmp_path / "run", "model.head_pooling=cls")
     assert cli.main(argv) == cli.EXIT_USER_ERROR
-    assert "model.head_pooling" in passed["keys"]
-    passed.clear()
+    assert "model.head_pooling" in finetune.call_args.kwargs["keys"]
     with pytest.raises(UserError, match="stop"):
         api.finetune("table", "none", tmp_path / "run", changes={"model.head_pooling": "cls"})
-    assert list(passed["keys"]) == ["model.head_pooling"]
+    assert list(finetune.call_args.kwargs["keys"]) == ["model.head_pooling"]
 
 
 def test_objective_of_a_glue_task_is_recorded(data, tmp_path, monkeypatch):
@@ -144,17 +139,12 @@ def test_objective_of_a_glue_task_is_recorded(data, tmp_path, monkeypatch):
     (tmp_path / "train.tsv").write_text(
         "index\tsentence1\tsentence2\tscore\n0\tthe river\ta mill\t2.5\n"
     )
-    trained = []
-
-    def train(config, *_, **__):
-        trained.append(config)
-        raise UserError("stop")
-
+    train = mock.Mock(side_effect=UserError("stop"))
     monkeypatch.setattr(train_lib, "train", train)
     path = tmp_path / "train.tsv"
     changes = ["task.name=stsb", "batch_size=1", f"task.train={path}", f"task.dev={path}"]
     assert cli.main(arguments(data, tmp_path / "run", *changes)) == cli.EXIT_USER_ERROR
-    assert trained[0].task.objective == "number"
+    assert train.call_args.args[0].task.objective == "number"
 
 
 def test_run_learns_and_writes_metrics_and_predictions(run):

@@ -29,7 +29,7 @@ from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import huggingface, pytorch, source
-from bert_jax.data import compressed, corpus, tables, texts, wordpiece
+from bert_jax.data import corpus, tables, texts, wordpiece
 from bert_jax.data.loader import Rows
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.sentences import split_sentences
@@ -446,8 +446,7 @@ def zeros(kind: str, size: int, byte: bytes = b" ") -> bytes:
     [*itertools.product(["corpus", "conll", "squad", "table"], ["gz"]), ("corpus", "zst")],
 )
 def test_decompression_bombs_are_streamed_or_refused(tmp_path, monkeypatch, name, kind):
-    for module in (compressed, squad_score, conll_score):
-        monkeypatch.setattr(module, "DATA_BYTES", 1 << 24)
+    monkeypatch.setattr(squad_score, "DATA_BYTES", 1 << 24)  # it is read as a whole
 
     def read_lengths(path):
         documents = corpus.read(corpus.parse_source(path), corpus.Report())

@@ -169,22 +169,22 @@ def test_run_stops_at_the_limit_of_skipped_steps(tmp_path, rows):
     assert "step 25: non-finite value" in (tmp_path / "again" / "log.txt").read_text()
 
 
-@pytest.mark.slow
-def test_spikes_match_the_recorded_metrics(tmp_path, rows):
-    changes = ("steps=180", "log_every_steps=1", "guard.sigmas=0.5", "checkpoint.every_steps=200")
+def test_spikes_match_the_recorded_metrics(tmp_path, rows, monkeypatch):
+    monkeypatch.setattr(guard, "WINDOW", 16)
+    changes = ("steps=40", "log_every_steps=1", "guard.sigmas=0.5", "checkpoint.every_steps=50")
     run(tmp_path / "skip", rows, *changes, "guard.spike=skip", bad=())
     recorded = sorted(
         lines(tmp_path / "skip", "train") + lines(tmp_path / "skip", "skipped"),
         key=lambda line: line["step"],
     )
     figures = np.array([[line["loss"], line["gradient_norm"]] for line in recorded])
-    window, expected = figures[: guard.WINDOW].copy(), []
-    for i in range(guard.WINDOW, len(figures)):
+    window, expected = figures[:16].copy(), []
+    for i in range(16, 40):
         if (figures[i] > window.mean(0) + 0.5 * window.std(0)).any():
             expected.append(i + 1)
         else:  # spikes stay out of the history
-            window[i % guard.WINDOW] = figures[i]
-    assert 1 < len(expected) < len(figures) - guard.WINDOW
+            window[i % 16] = figures[i]
+    assert 1 < len(expected) < 24
     assert steps(tmp_path / "skip", "skipped") == expected
     with pytest.raises(UserError, match=f"step {expected[0]}: spike"):
         run(tmp_path / "stop", rows, *changes, "guard.spike=stop", bad=())
