@@ -206,7 +206,6 @@ def make_point(tmp_path):
     def make(name, *more, facts=None):
         return Point(name, ("python", script, name, tmp_path, *more), facts or {})
 
-    make.folder = tmp_path
     make.calls = lambda: [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
     return make
 

@@ -96,14 +96,6 @@ def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_grid_of_finetuning_has_no_pretraining_curve(tmp_path):
-    command = ["finetune", "--config", "rte", "--init", "run"]
-    grid_files.write(tmp_path / "epochs", command, {"epochs": ["2", "3"]})
-    text = experiment.readme(tmp_path / "epochs")
-    assert "| epochs=2 |" in text
-    assert "curve" not in text
-
-
 def test_grid_results_page(tmp_path):
     folder = tmp_path / "learning_rate_model"
     grid_files.write(folder, COMMAND, CHOICES)

@@ -1,9 +1,6 @@
 """Sweeps: order, shared points, kills, failures, job queues, and results of real runs."""
 
 import dataclasses
-import errno
-import fcntl
-import io
 import json
 import os
 import pathlib
@@ -13,7 +10,6 @@ import threading
 import time
 
 import pytest
-import rich.console
 
 from bert_jax import cli
 from bert_jax.config.schema import Config, PhaseConfig
@@ -21,11 +17,10 @@ from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.runs import workdir
-from bert_jax.storage import files
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import Point, SweepArgs, scheduler
 from bert_jax.tools.sweep import results as results_lib
-from bert_jax.tools.sweep.display import Display, note_of
+from bert_jax.tools.sweep.display import note_of
 from bert_jax.tools.sweep.results import Results
 from bert_jax.tools.sweep.scheduler import Engine, PointRun
 from bert_jax.tools.sweep.scheduler import Scheduler as Queue
@@ -91,7 +86,6 @@ def points_of(text):
         (points_of("3"), "yielded 3"),
         (points_of("Point('a', ('embed', 'x'))"), "'embed'"),
         (points_of("Point('a', ('vocab', n)) for n in 'xy'"), "the name 'a'"),
-        (points_of("Point('a', ('vocab', 1), {'n': n}) for n in 'xy'"), "the name 'a'"),
         (points_of("Point(n, ('vocab', 1)) for n in 'xy'"), "'x' and 'y'"),
         (points_of("Point('a', ('vocab', 't', '--sise', 3))"), "a: bert-jax vocab: --sise: "),
         (points_of("Point('a', ('python', 'no.py'))"), "no such program: no.py"),
@@ -114,14 +108,6 @@ def test_invalid_sweep_file_is_rejected(write_sweep_file, capsys, text, expected
     (line,) = capsys.readouterr().err.splitlines()
     assert "sweep.py" in line
     assert expected in line
-
-
-@pytest.mark.parametrize("name", ["missing.py", "notes.md"])
-def test_path_that_is_not_a_sweep_is_rejected(tmp_path, capsys, name):
-    (tmp_path / "notes.md").write_text("# Notes")
-    assert cli.main(["sweep", str(tmp_path / name)]) == cli.EXIT_USER_ERROR
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(tmp_path / name) in line
 
 
 def test_missing_data_or_init_is_rejected(write_sweep_file, tmp_path, capsys, monkeypatch):
@@ -196,17 +182,6 @@ def test_unreadable_results_stop_the_sweep_and_its_processes(make_point, tmp_pat
     wait_for(lambda: (tmp_path / "b.saved").exists())
 
 
-def test_folder_created_by_another_sweep_is_reused(make_point, tmp_path):
-    """The other sweep may name the point differently."""
-    command = ("python", make_point.folder / "work.py", "a", make_point.folder)
-    first, second = (PointRun(Point(name, command), tmp_path / "runs", tmp_path) for name in "xy")
-    (tmp_path / "runs").mkdir()
-    second.create_folder()
-    assert first.folder != second.folder
-    first.create_folder()
-    assert (first.folder, first.out, first.log) == (second.folder, second.out, second.log)
-
-
 def test_jobs_limits_the_number_of_running_points(make_point, tmp_path):
     status, _ = run_sweep([make_point("x", "meets"), make_point("y", "meets")], tmp_path, jobs=2)
     assert status == 0
@@ -250,29 +225,6 @@ def test_orphaned_process_of_a_killed_sweep_is_waited_for(
     assert make_point.calls() == ["a", "b", "b"]  # the second call finds the first one's output
 
 
-def test_folder_that_cannot_be_locked_is_an_error(make_point, tmp_path, monkeypatch):
-    """Only a lock that another process holds is waited for."""
-    (tmp_path / "runs").mkdir()
-    queue = Queue(tmp_path / "runs", SweepArgs(data=tmp_path), Engine(), False, print)
-    queue.add([make_point("a")])
-    queue.point_runs["a"].create_folder()
-    lock, flock = queue.point_runs["a"].folder / files.LOCK, fcntl.flock
-
-    def fail(file, operation):
-        if operation & fcntl.LOCK_NB:
-            raise OSError(errno.ENOLCK, "No locks available")
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(UserError, match="No locks available"):
-        queue.update()
-    monkeypatch.undo()
-    lock.unlink()
-    lock.mkdir()
-    with pytest.raises(UserError, match="it is a folder"):
-        queue.update()
-
-
 def test_sigterm_is_forwarded_to_running_points(make_point, tmp_path, capsys):
     def send():
         wait_for(lambda: (tmp_path / "calls").exists())
@@ -299,23 +251,6 @@ def test_time_left_covers_all_seeds(tmp_path):
     began = (run_ / "starts.jsonl").stat().st_mtime
     # 80 steps of this seed and 100 of the third remain, at 1 s each.
     assert note_of(point_run, began + 20)["left"] == duration(180.0)
-
-
-def test_table_shows_names_and_logs_literally(tmp_path):
-    """Log lines are not markup: an unknown closing tag would be an error."""
-    (tmp_path / "runs").mkdir()
-    queue = Queue(tmp_path / "runs", SweepArgs(data=tmp_path), Engine(), False, print)
-    queue.add([Point("[bold]m", ("pretrain", "--rows", "r"))])
-    ((name, point_run),) = queue.point_runs.items()
-    point_run.create_folder()
-    point_run.log.write_text("cannot open one of [/data/a, /data/b] [errno 2]\n")
-    queue.state[name] = "failed"
-    output = rich.console.Console(width=100, file=io.StringIO())
-    output.print(Display(queue)._table())
-    (cells,) = output.file.getvalue().splitlines()[1:]
-    assert re.fullmatch(
-        r"\[bold\]m +failed +cannot open one of \[/data/a, /data/b\] \[errno 2\] *", cells
-    )
 
 
 def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch):
