@@ -4,7 +4,6 @@ import base64
 import contextlib
 import dataclasses
 import io
-import re
 
 import jax
 import jax.numpy as jnp
@@ -142,18 +141,13 @@ def test_invalid_texts_are_rejected(theirs):
 # --- Head statistics ------------------------------------------------------------------------------
 
 
-def test_entropy_matches_hand_computation():
+def test_entropy_and_mean_distance_match_hand_computation():
     halves = [[0.5, 0.5, 0], [1, 0, 0], [0.25, 0.25, 0.5]]
-    expected = (np.log(2) + 0 + 1.5 * np.log(2)) / 3
     heads = np.array([[halves, np.eye(3), np.full((3, 3), 1 / 3)]], np.float32)
-    np.testing.assert_allclose(entropy(heads), [[expected, 0, np.log(3)]], atol=1e-6)
-
-
-def test_mean_distance_matches_hand_computation():
-    # Row by row: 0.5 · 1, 1 · 1, 0.25 · 2 + 0.25 · 1.
-    halves = [[0.5, 0.5, 0], [1, 0, 0], [0.25, 0.25, 0.5]]
-    heads = np.array([[halves, np.eye(3), np.eye(3)[::-1]]], np.float32)
-    np.testing.assert_allclose(mean_distance(heads), [[2.25 / 3, 0, 4 / 3]], atol=1e-6)
+    entropies = [(np.log(2) + 0 + 1.5 * np.log(2)) / 3, 0, np.log(3)]
+    np.testing.assert_allclose(entropy(heads), [entropies], atol=1e-6)
+    # Of the first head, row by row: 0.5 · 1, 1 · 1, 0.25 · 2 + 0.25 · 1.
+    np.testing.assert_allclose(mean_distance(heads), [[2.25 / 3, 0, 8 / 9]], atol=1e-6)
 
 
 def test_rollout_matches_hand_computation():
@@ -223,24 +217,6 @@ def test_page_shows_every_attention_map(opened, maps):
         assert actual == [f"{x:.{digits}f}" for x in figure(heads).ravel()]
 
 
-def test_hovering_a_token_shows_its_attention(opened, maps):
-    opened.locator(cell(1, 2)).click()
-    assert opened.inner_text("#weights") == ""
-    for i, weights in list(enumerate(maps.probabilities[1, 2]))[::4]:
-        opened.locator("#from li").nth(i).hover()
-        result = opened.inner_text("#weights")
-        top = weights.argmax()
-        pattern = rf"{maps.tokens[i]} ({i}) attends to {maps.tokens[top]} ({top}) "
-        percent = float(re.match(rf"{re.escape(pattern)}([\d.]+)%", result)[1])
-        assert abs(percent - 100 * weights[top]) < 1
-        assert result.count("%") == 5
-        shares = opened.locator("#to li").evaluate_all("x => x.map(y => y.style.cssText)")
-        shares = [float(re.search(r"--share: ([\d.e-]+)", share)[1]) for share in shares]
-        np.testing.assert_allclose(shares, np.sqrt(weights), atol=0.51 / 255)
-    opened.mouse.move(0, 0)
-    assert opened.inner_text("#weights") == ""
-
-
 def test_html_in_tokens_is_escaped(tmp_path, visit):
     odd = ["<b>x</b>", "&amp;", "</script><script>document.title='lost'</script>", "\"'"]
     maps = synthetic(4)._replace(tokens=odd, texts=(odd[2], odd[1]))
@@ -257,15 +233,6 @@ def synthetic(tokens, layers=1, heads=1, seen=()):
         weights[..., i, :] = np.eye(tokens, dtype=np.float32)[j]
     pieces = [f"##{i}" for i in range(tokens)]
     return AttentionMaps(("a",), pieces, np.zeros(tokens, np.int32), weights)
-
-
-def test_quantization_preserves_small_weights():
-    weights = np.full((1, 512, 512), 1 / 512, np.float32)
-    kept = (report._bytes(weights) / 255) ** 2
-    np.testing.assert_allclose(kept, weights, rtol=0.06)
-    any_weight = np.linspace(0, 1, 1000, dtype=np.float32).reshape(1, 1, 1000)
-    kept = (report._bytes(np.tile(any_weight, (1, 1000, 1))) / 255) ** 2
-    assert np.abs(kept - any_weight).max() < 0.004
 
 
 # --- The picture ----------------------------------------------------------------------------------
@@ -286,11 +253,7 @@ def test_picture_contains_every_map():
 
 
 def test_output_paths_and_invalid_out_options(theirs, tmp_path, capsys):
-    def names(out):
-        return [path.name for path in report.paths(out)]
-
-    assert names("x/a.html") == ["a.html", "a.png"]
-    assert names("a.b.svg") == ["a.b.html", "a.b.svg"]
+    assert [path.name for path in report.paths("a.b.svg")] == ["a.b.html", "a.b.svg"]
     for out in ("a", "a.jpg", ".html", ""):
         with pytest.raises(UserError, match=r"\.html, \.png, \.svg or \.pdf"):
             report.paths(out)

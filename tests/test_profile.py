@@ -94,16 +94,6 @@ def test_resumed_run_traces_the_remaining_steps(tmp_path, rows, plain, monkeypat
     assert (name, table["steps"]) == ("steps_8_12", 2)
 
 
-def test_earlier_trace_is_replaced(tmp_path):
-    trace = tmp_path / "steps_8_12"
-    trace.mkdir()
-    (trace / "of old").touch()
-    with tracing.record(trace, None, 4, "float32", print, None):
-        pass
-    assert len(list(trace.rglob("*.xplane.pb"))) == 1
-    assert not (trace / "of old").exists()
-
-
 def test_only_the_first_process_traces(tmp_path, monkeypatch):
     config = Config(profile_steps="2:4", steps=6)
     for process in (1, 0):

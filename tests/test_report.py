@@ -10,7 +10,6 @@ import pytest
 from bert_jax import cli
 from bert_jax.config.schema import Config, FinetuneConfig, PhaseConfig, TaskConfig
 from bert_jax.runs import workdir
-from bert_jax.storage import copies
 from bert_jax.tools.report import curves, plots, runs
 from tests.helpers.runs import VOCABULARY
 
@@ -77,17 +76,6 @@ def test_clock_of_a_killed_and_resumed_run(tmp_path):
     assert at["step"].tolist() == [0, 10, 20]
     assert at["hours"] == pytest.approx([0, 1, 3.5])
     assert at["tokens"] == pytest.approx([0, 7200, 7200 + 2.5 * 3600 * 3])
-
-
-def test_remote_runs_are_named_by_their_urls(tmp_path, monkeypatch):
-    """Their files are read from local copies."""
-    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
-    urls = ("gs://bucket/a/base", "gs://bucket/b/base", "s3://bucket/b/base")
-    folders = [copies.copy_of(url, "runs") for url in urls]
-    for folder in folders:
-        hand_written(folder, [HELDOUT])
-    result = curves.read([*map(str, folders)])
-    assert [run.name for run in result] == ["a/base", *urls[1:]]
 
 
 def test_run_names_are_unique_and_a_seed_without_metrics_is_skipped(tmp_path):
@@ -163,11 +151,6 @@ def test_pictures_in_all_formats_with_names_that_matplotlib_would_change(tmp_pat
         assert f"<!-- {name} -->" in drawn  # matplotlib's comment on a text
 
 
-def test_axis_numbers_are_abbreviated():
-    numbers = {0.25: "0.25", 1000: "1k", 1500: "1.5k", 2e6: "2M", 3.3e9: "3.3B", -4e12: "-4T"}
-    assert {x: plots.short(x) for x in numbers} == numbers
-
-
 # --- The page -------------------------------------------------------------------------------------
 
 
@@ -210,16 +193,6 @@ def test_page_is_static_and_has_the_tables_of_two_runs(tmp_path):
     assert changed["steps"] == ["9", "10"]
     assert changed["masking.rate"] == ["—", "0.15"]
     assert "seed" not in changed
-
-
-def test_settings_of_one_run_are_compared_with_the_defaults(tmp_path):
-    config = two_phases(learning_rate=5e-4)
-    folder = hand_written(tmp_path / "run", losses([1.0]), config=config)
-    *_, settings = tables(runs.html_of(curves.read([str(folder)])))
-    changed = {row[0]: row[1:] for row in settings}
-    assert changed[""] == ["default", "run"]
-    assert changed["optim.learning_rate"] == ["0.0001", "0.0005"]
-    assert "optim.beta1" not in changed
 
 
 # --- Errors ---------------------------------------------------------------------------------------

@@ -164,25 +164,3 @@ def test_runs_of_one_config_have_different_tracker_runs(tmp_path, monkeypatch):
 
 def test_windows_of_skipped_steps_are_not_written():
     log.Log.__new__(log.Log).training(5, {"loss": (0.0, 0.0)})
-
-
-def test_hyperparameters_are_written_to_tensorboard(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams import metadata
-
-    config = Config(steps=9)
-    config.optim.learning_rate = 3e-4
-    board = log._Board(tmp_path, 0)
-    log._write_hyperparameters(board, config, "heldout/masked_lm_loss")
-    board.add("heldout/masked_lm_loss", 5.0, 9)
-    board.flush()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    contents = events.PluginTagToContent("hparams")
-    start = metadata.parse_session_start_info_plugin_data(contents["_hparams_/session_start_info"])
-    assert start.hparams["optim.learning_rate"].number_value == 3e-4
-    assert start.hparams["steps"].number_value == 9
-    assert start.hparams["model"].string_value == "L12-H768-A12"
-    experiment = metadata.parse_experiment_plugin_data(contents["_hparams_/experiment"])
-    assert [x.name.tag for x in experiment.metric_infos] == ["heldout/masked_lm_loss"]
-    assert events.Scalars("heldout/masked_lm_loss")[0].value == 5.0
