@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from unittest import mock
 
 import jax
@@ -27,10 +26,8 @@ from bert_jax.config.schema import CheckpointConfig
 from bert_jax.errors import UserError
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.runs.checkpoint import Checkpoints
-from bert_jax.runs.workdir import JsonlFile
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
-from bert_jax.training.log import Log
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,
@@ -507,28 +504,6 @@ def test_every_command_reports_a_full_disk_in_one_line(run, rows, corpus, tmp_pa
             assert "disk is full" in text or "No space left" in text, text
     # Commands that cannot resume leave no files behind.
     assert not [left for verb, _, left in failed if left and verb in ("export", "embed", "report")]
-
-
-def test_closing_the_log_does_not_hide_the_error_that_ended_the_run():
-    def fail():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def make_log():
-        log = Log.__new__(Log)
-        log._writes, log._trackers = True, {}
-        full = JsonlFile.__new__(JsonlFile)
-        full._file = types.SimpleNamespace(close=fail, name="metrics.jsonl", fileno=fail)
-        log._files = [full]
-        log._board = types.SimpleNamespace(add=lambda *_: fail(), close=fail, flush=fail)
-        return log
-
-    with pytest.raises(UserError, match="cannot save step 8"), make_log():
-        raise UserError("cannot save step 8: the disk is full")
-    with pytest.raises(UserError, match="cannot write"), make_log():
-        pass
-    for use in (lambda: make_log().sync(), lambda: make_log()._send(8, "train", {"loss": 2.5})):
-        with pytest.raises(UserError, match="TensorBoard"):
-            use()
 
 
 def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):

@@ -9,9 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +25,6 @@ from bert_jax.errors import Unavailable, UserError
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.storage import files
 from bert_jax.storage import lease as lease_lib
-from bert_jax.tools import show_rows
 from tests.helpers import processes
 from tests.helpers.objects import serve
 from tests.helpers.runs import (
@@ -207,14 +204,6 @@ def test_lease_survives_a_lost_answer(url, monkeypatch):
     assert storage.listing(url) == {}
 
 
-def test_unreadable_lease_is_an_error(url, monkeypatch):
-    storage.write(f"{url}/lease/000001", b"{}")
-    denied = unittest.mock.Mock(side_effect=[UserError("access denied")])
-    monkeypatch.setattr(storage.objects, "read", denied)
-    with pytest.raises(UserError, match="access denied"):
-        storage.Lease(url).__enter__()
-
-
 def test_suspended_owner_does_not_renew_a_later_lease(url, monkeypatch):
     """Another process took over, finished and released the lease, whose numbers begin at 1 again."""
     with monkeypatch.context() as patched:
@@ -344,10 +333,6 @@ def test_local_copy_of_a_run_has_no_checkpoints(url):
             storage.write(f"{url}/seeds/{name}{file}", b"")
     copy = storage.local(f"{url}/seeds")
     assert {path.name for path in copy.rglob("*") if path.is_file()} == {"metrics.jsonl"}
-    storage.write(f"{url}/only/seed_0/checkpoints/3/x", b"")
-    storage.write(f"{url}/only/seed_0/metrics.jsonl", b"")
-    (file,) = (path for path in storage.local(f"{url}/only").rglob("*") if path.is_file())
-    assert file.name == "metrics.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -370,13 +355,6 @@ def test_unsupported_urls_are_rejected(capsys, tmp_path, monkeypatch, arguments,
     monkeypatch.chdir(tmp_path)
     assert key in refused(capsys, *arguments)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_gcsfs_error_names_the_package(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    storage.objects.filesystem.cache_clear()
-    assert "bert-jax[gcs]" in refused(capsys, "evaluate", "--workdir", "gs://bucket/run")
-    storage.objects.filesystem.cache_clear()
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -455,23 +433,6 @@ def test_altered_rows_are_detected(url, rows, cache):
         loader.Rows(url, "train")
 
 
-def test_shards_are_copied_once(remote_rows, cache, monkeypatch):
-    """Phases with the same rows, and the processes of a host, share the copies."""
-    both_open, copied, download = threading.Event(), [], storage.download
-
-    def wait(urls, paths):
-        copied.extend(urls)
-        assert both_open.wait(30)
-        download(urls, paths)
-
-    monkeypatch.setattr(storage, "download", wait)
-    both = [loader.Rows(remote_rows, "train") for _ in range(2)]
-    both_open.set()
-    for opened in both:
-        wait_for_copies(opened)
-    assert len(copied) == len(both[0]._shards)
-
-
 def test_rows_in_use_stay_in_the_bounded_cache(remote_rows, cache, ranges, monkeypatch):
     opened = loader.Rows(remote_rows, "train")
     wait_for_copies(opened)
@@ -507,14 +468,6 @@ def test_unreadable_rows_are_not_skipped_as_damaged(url, rows, cache, monkeypatc
     for read in (opened.read, lambda indices: opened._read_or_skip(*indices)):
         with pytest.raises(UserError, match="does not exist"):
             read([0])
-
-
-def test_describing_remote_rows_reads_few_of_them(remote_rows, cache, ranges, monkeypatch):
-    monkeypatch.setattr(show_rows, "_REMOTE_SAMPLE", 5)
-    list(show_rows.describe(remote_rows))
-    list(show_rows.show(remote_rows, "train", [0]))
-    assert sum(map(len, ranges)) == 2 * 5 + 1
-    assert not list(cache.rglob("*.arrayrecord*"))
 
 
 # --- Runs -----------------------------------------------------------------------------------------
