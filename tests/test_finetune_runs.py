@@ -233,16 +233,6 @@ def test_feature_based_training_freezes_the_encoder(run, data, tmp_path, capsys)
     assert cli.main(["export", "--workdir", str(folder), "--out", str(out), "--heads", "none"]) == 0
 
 
-def test_finetuning_starts_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
-    assert cli.main(arguments(data, tmp_path / "w", "epochs=1", init=run)) == 0
-    output = capsys.readouterr().out
-    assert f"from {run}, new: classifier" in output
-    assert "200 train, 40 dev examples" in output
-    # The same command with another --init is a different run, so it does not count as finished.
-    other = arguments(data, tmp_path / "w", "epochs=1", init=tmp_path / "w")
-    assert "--init" in refused(capsys, *other)
-
-
 def test_each_seed_matches_a_single_seed_run(data, tmp_path, capsys):
     both = tmp_path / "both"
     assert cli.main(arguments(data, both, "epochs=1", options=("--seeds", "2"))) == 0
@@ -294,6 +284,7 @@ def test_invalid_commands_are_rejected(run, data, tmp_path, capsys):
     (tmp_path / "s" / "seed_4").mkdir(parents=True)
     (tmp_path / "s" / "seed_4" / "config.json").touch()
     argv = arguments(data, tmp_path / "w")
+    score = ["score", "glue:rte", data / "dev.csv", data / "dev.csv"]
     pretraining = f"--config={tasks.CONFIGS / 'pretrain.py'}:mini,128"
     for command, key in (
         ([*argv, "--vocab", ""], "--init none"),
@@ -301,6 +292,8 @@ def test_invalid_commands_are_rejected(run, data, tmp_path, capsys):
         (arguments(data, run, options=("--seeds", "2")), "a run of one seed"),
         (arguments(data, tmp_path / "s"), "seed_4"),
         (["evaluate", "--workdir", run, "--all"], "--all"),
+        ([*score, "--null-odds", "x"], "--null-odds"),
+        ([score[0], "glue:xyz", *score[2:]], "glue:xyz"),
         (["glue-zip", run, "--out", tmp_path / "z"], "test sets"),
         (["finetune", pretraining, "--init", "none", "--workdir", "w"], "FinetuneConfig"),
     ):
@@ -412,18 +405,3 @@ def test_each_task_kind_writes_its_prediction_files(
             new = predict(tmp_path / f"new{threshold}")
             answers = json.loads((new / "predictions.json").read_text())
             assert {bool(text) for text in answers.values()} == {all_answered}
-
-
-def test_score_command_on_prediction_files(tmp_path, capsys):
-    (tmp_path / "dev.tsv").write_text(
-        "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n1\ta\tc\tnot_entailment\n"
-    )
-    (tmp_path / "RTE.tsv").write_text("index\tprediction\n0\tentailment\n1\tentailment\n")
-    score = ["score", "glue:rte", str(tmp_path / "dev.tsv"), str(tmp_path / "RTE.tsv")]
-    assert cli.main(score) == 0
-    assert "accuracy                 0.5000" in capsys.readouterr().out
-    for benchmark in ("squad3", "glue:xyz"):
-        score[1] = benchmark
-        assert benchmark in refused(capsys, *score)
-    score[1] = "glue:rte"
-    assert "--null-odds" in refused(capsys, *score, "--null-odds", "x")
