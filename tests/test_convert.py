@@ -25,12 +25,11 @@ from safetensors.numpy import load_file, save_file
 from bert_jax import cli
 from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.convert import huggingface, source, tensorflow1
-from bert_jax.convert.export import _write_safetensors, export, export_all
+from bert_jax.convert.export import _write_safetensors, export
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.objectives import initial
 from bert_jax.runs import checkpoint
-from bert_jax.storage import files
 from tests.helpers.checkpoints import (
     TF1,
     WORDS,
@@ -154,23 +153,6 @@ def test_google_release_loads_from_folder_zip_and_checkpoint(tmp_path):
     following = theirs["cls/seq_relationship/output_weights"].T
     np.testing.assert_array_equal(ours["next_sentence/kernel"], following)
     np.testing.assert_array_equal(ours["pooler/kernel"], theirs["bert/pooler/dense/kernel"])
-
-
-def test_official_files_are_recognized(tmp_path, monkeypatch):
-    digest = files.sha256(TF1 / "bert_model.ckpt.data-00000-of-00001")
-    monkeypatch.setitem(source._OFFICIAL, digest, "Nobody's Base")
-    imported = source.read(str(TF1 / "bert_model.ckpt"))
-    assert imported.about["official"] == "Nobody's Base"
-    assert "(exactly Nobody's Base)" in source.describe(imported)
-    assert imported.about["vocabulary"] is None
-
-
-def test_official_digests_match_the_recorded_list(shared_data):
-    listed = shared_data("vocab/OFFICIAL_SHA256.txt")
-    assert all(digest in listed.read_text() for digest in source._OFFICIAL)
-    for case in ("uncased", "cased"):
-        digest = files.sha256(listed.parent / f"bert-base-{case}-vocab.txt")
-        assert source._OFFICIAL[digest] == f"Google's {case} English"
 
 
 def test_vocab_txt_with_and_without_tokenizer_settings(hf_folder):
@@ -481,31 +463,6 @@ def test_export_of_all_checkpoints(run_folder, tmp_path, capsys):
     argv = f"export --init {imported} --out {tmp_path / 'o'} --checkpoint all".split()
     assert cli.main(argv) == cli.EXIT_USER_ERROR
     assert "is not a run" in capsys.readouterr().err
-
-
-def test_cli_import_fill_mask_embed_and_export(hf_folder, tmp_path, capsys):
-    def run(*argv):
-        assert cli.main([str(a) for a in argv]) == 0
-        return capsys.readouterr().out
-
-    assert "BERT L2-H12-A3" in run("import", hf_folder, "--out", tmp_path / "ours")
-    assert len(run("fill-mask", "--init", tmp_path / "ours", "the [MASK] sat").splitlines()) == 2
-    texts = tmp_path / "texts.txt"
-    texts.write_text("the cat\n\na mat sat on the cat .\n")
-    for init in (tmp_path / "ours", hf_folder):
-        run("embed", "--init", init, "--out", tmp_path / f"{init.name}.npy", texts)
-    vectors = np.load(tmp_path / "ours.npy")
-    assert vectors.shape == (3, 12)
-    np.testing.assert_array_equal(vectors, np.load(tmp_path / "theirs.npy"))
-    assert "BertForPreTraining" in run(
-        "export", "--init", tmp_path / "ours", "--out", tmp_path / "o"
-    )
-
-
-def test_run_in_the_home_folder_opens(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(run_folder.parent))
-    assert source.open_model(f"~/{run_folder.name}").step == 7
-    assert export_all(f"~/{run_folder.name}", tmp_path / "out") == [7]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

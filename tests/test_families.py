@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from bert_jax import cli, train
+from bert_jax import train
 from bert_jax.config.flags import load
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import export as export_lib
@@ -345,13 +345,6 @@ def test_allow_missing_as_advised_imports_without_the_named_head(
     assert imported.params.keys() == {"embeddings", "encoder", *(["classifier"] if head else [])}
 
 
-def test_allow_missing_takes_all_parts(capsys, tmp_path):
-    parts = {part for family in FAMILIES.values() for part in (*family.parts, "head")}
-    options = [word for part in sorted(parts) for word in ("--allow-missing", part)]
-    assert cli.main(["import", str(tmp_path), "--out", str(tmp_path / "out"), *options])
-    assert "no checkpoint" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("prefix", ["Roberta", "DistilBert", "Electra", "ModernBert"])
 def test_masked_lm_loss_and_gradients_equal_transformers(tmp_path, tokenizers, prefix):
     model, tokenizer = their_model(tmp_path, prefix, "ForMaskedLM", tokenizers)
@@ -445,14 +438,6 @@ def test_squad_answers_without_spaces_around_them(tokenizers, kind, context, ans
     logits = np.zeros((len(dataset.splits["train"].tokens[0]), 2), np.float32)
     logits[first, 0] = logits[last, 1] = 9
     assert dataset.predict("train", [logits])["q"].answer == answer
-
-
-def test_case_of_a_run_with_a_tokenizer_cannot_be_changed(tokenizers, tmp_path, monkeypatch):
-    vocab = vocabulary.load(tokenizers / "roberta")
-    monkeypatch.setattr(source.workdir, "holds_run", lambda _: True)
-    monkeypatch.setattr(source.workdir, "read_vocabulary", lambda _: vocab)
-    assert source.open_vocabulary(str(tmp_path)) == vocab
-    assert "--uncased" in error_of(source.open_vocabulary, str(tmp_path), lowercase=True)
 
 
 def test_two_segments_are_refused_if_the_tokenizer_has_no_token_types(

@@ -21,7 +21,6 @@ from bert_jax.config.schema import (
     TaskConfig,
 )
 from bert_jax.convert.huggingface import to_huggingface
-from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.errors import UserError
@@ -477,16 +476,6 @@ def test_number_of_steps_and_evaluation_interval():
     config, *_ = phased(steps=7, evaluate_every_steps=3)
     assert (config.steps, config.evaluate_every_steps, config.checkpoint.every_steps) == (7, 3, 3)
     assert phased()[1] == data  # the digest depends only on the data
-
-
-def test_profile_spanning_several_programs_is_rejected(monkeypatch):
-    monkeypatch.setattr(examples_lib, "LONG_RUN_STEPS", 20)
-    monkeypatch.setattr(finetuning, "FIRST_STEPS", 10)
-    *_, plan, phase = phased(steps=20, profile_steps="5:10")
-    assert phase.smaller_batch_sizes == tuple(shape.rows for shape in plan.shapes[:-1]) != ()
-    with pytest.raises(UserError, match=r"config\.profile_steps is '5:11'"):
-        phased(steps=20, profile_steps="5:11")
-    phased(steps=19, profile_steps="5:11")
 
 
 def test_dropout_is_used_only_in_training():
