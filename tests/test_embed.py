@@ -174,24 +174,6 @@ def test_layers_are_concatenated_or_weighted():
     check([(0.5 * x[4] - 2 * x[1]).mean(0) for x in states], layers="-1,1", weights=weights)
 
 
-def test_normalized_vectors_have_unit_norm():
-    texts = mixed(5, 20)
-    for pooling in ("mean", "none"):
-        plain = embedder(pooling=pooling)(texts)
-        for vectors, unit in zip(
-            plain, embedder(pooling=pooling, normalize=True)(texts), strict=True
-        ):
-            close(unit, vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))
-
-
-def test_bfloat16_vectors_are_close_and_returned_as_float32():
-    config = Config(model=dataclasses.replace(MODEL, dtype="bfloat16"))
-    text = words(30)
-    (got,) = Embedder(config, VOCABULARY, params())([text])
-    assert got.dtype == np.float32
-    close(got, reference(text)[-1].mean(0), 0.1)
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 60), st.integers(1, 12), st.data())
 def test_windows_cover_the_text_with_maximal_context(length, room, data):
@@ -267,23 +249,6 @@ def test_texts_are_streamed_into_full_rows(monkeypatch):
     list(full(mixed(500)))
     assert full.counts.tokens > 0.95 * full.counts.row_tokens
     assert full._forward._cache_size() <= 3  # one compilation each for rows of 64, 128 and 256
-
-
-def test_batches_of_long_rows_are_bounded_by_their_attention_scores():
-    model = dataclasses.replace(MODEL, positions=8192)
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes(model))
-    made = Embedder(Config(model=model), VOCABULARY, zeros, batch_tokens=1 << 16)
-    rows = {tokens: made._batch_rows(tokens) for tokens in (64, 2048, 4096, 8192)}
-    assert rows == {64: 1024, 2048: 32, 4096: 16, 8192: 4}  # 4 heads
-
-
-def test_chunk_size_is_bounded_in_characters():
-    make = embedder(pooling="none")
-    characters = make._chunk_characters
-    assert characters * make.dimension * 4 <= 1 << 28
-    sizes = [sum(map(len, chunk)) for chunk in make._chunks([words(200)] * 20_000)]
-    assert len(sizes) > 3
-    assert max(sizes) < characters + 1000
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -380,12 +345,6 @@ def test_empty_source_writes_empty_output(tmp_path, suffix):
         assert parquet.read_table(out).num_rows == 0
     else:
         assert not out.read_text()
-
-
-def test_npy_header_is_updated_for_many_texts(tmp_path):
-    (tmp_path / "many.txt").write_text("w1\n" * 1234)
-    embed_file(embedder(), tmp_path / "many.txt", tmp_path / "many.npy")
-    assert np.load(tmp_path / "many.npy").shape == (1234, MODEL.hidden)
 
 
 @pytest.mark.parametrize(

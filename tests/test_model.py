@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 from jax.ad_checkpoint import print_saved_residuals
-from jax.sharding import PartitionSpec
 
 from bert_jax.config.schema import Config, ModelConfig, OptimConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
-from bert_jax.model.bert import Bert, Embeddings, init_params, last_tokens
+from bert_jax.model.bert import Bert, init_params
 from bert_jax.model.dropout import dropout
-from bert_jax.model.flops import flops_per_row, parameter_count
+from bert_jax.model.flops import parameter_count
 from bert_jax.model.layers import norm_layer, padded_vocab_size
 from bert_jax.model.lstm import BiLSTM
-from bert_jax.runtime import sharding
 from bert_jax.training import optim
 from tests.helpers.models import (
     assert_trees_close,
@@ -120,16 +118,6 @@ def test_packed_sequences_do_not_attend_to_each_other(causal):
         np.testing.assert_array_equal(moved, (sequence == changed) & later)
 
 
-def test_last_token_positions():
-    length = jnp.array([[3, 4, 0], [8, 0, 0], [2, 2, 1]])
-    layout = rows.layout(length, length, 8)
-    result = np.array(last_tokens(layout))
-    np.testing.assert_array_equal(result[:, 0], [2, 7, 1])
-    np.testing.assert_array_equal(result[[0, 2], 1], [6, 3])
-    assert result[2, 2] == 4
-    assert ((result >= 0) & (result < 8)).all()
-
-
 def test_packed_lstm_matches_pytorch_per_sequence():
     """Compare outputs and the gradients of weights and inputs."""
     rng, width, d, layers = np.random.default_rng(13), 5, 6, 2
@@ -191,16 +179,6 @@ def test_lstm_initial_values():
             assert abs(value.std() / most - 3**-0.5) < 0.05, path
     kernels = [np.array(x).ravel()[:64] for path, x in params.items() if not path.endswith("bias")]
     assert len({x.tobytes() for x in kernels}) == len(kernels)
-
-
-def test_only_input_kernels_of_lstms_are_sharded():
-    """Weights that are used for every token are replicated."""
-    config = make_config(lstm_layers=2, head="token", labels=("a", "b"), features="weighted-all")
-    start = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    for path, spec in flat(sharding.specs(start)).items():
-        if path.startswith(("lstm", "features")):
-            is_split = path.endswith("input/kernel")
-            assert spec == (PartitionSpec("fsdp", None) if is_split else PartitionSpec()), path
 
 
 def test_layer_loop_and_remat_do_not_change_results(reference):
@@ -320,42 +298,6 @@ def test_dropout_rate_and_mean(rate):
     assert abs(y.mean() - 3) < 5 * 3 * sd / (1 - rate)
 
 
-def test_dropout_off_and_dtype():
-    x = jnp.ones((50, 50), jnp.bfloat16)
-    assert dropout(x, 0.5, None) is x
-    assert dropout(x, 0.0, jax.random.key(0)) is x
-    assert dropout(x, 0.5, jax.random.key(0)).dtype == jnp.bfloat16
-    one, other = (dropout(x, 0.5, jax.random.key(i)) for i in (0, 1))
-    assert 0.4 < float((one != other).mean()) < 0.6
-
-
-def test_dropout_is_applied_to_embeddings_and_blocks(reference):
-    """Dropout applies to embeddings, attention probabilities and the output of each block."""
-    batch, params, *_ = reference
-    key = jax.random.key(3)
-
-    def embed(config, key):
-        return fast_jit(Embeddings(config).apply)(
-            {"params": params["embeddings"]}, batch.tokens, batch.layout, key
-        )
-
-    dropped = np.array(embed(make_config(dropout=0.25), key) == 0)
-    assert abs(dropped.mean() - 0.25) < 0.03
-    assert not np.any(embed(make_config(dropout=0.25), None) == 0)
-
-    def hidden(config, key):
-        def encode():
-            return Bert(config).apply(
-                {"params": params}, batch.tokens, batch.layout, key, method=Bert.encode
-            )
-
-        return fast_jit(encode)()
-
-    quiet = hidden(make_config(), None)
-    for changes in ({"dropout": 0.1}, {"attention_dropout": 0.1}):
-        assert np.abs(hidden(make_config(**changes), key) - quiet).mean() > 0.01
-
-
 def test_initial_values():
     config = make_config(vocab_size=1000, vocab_multiple=128, tied_decoder=False)
     batch = make_batch(np.random.default_rng(0), [[8]], 8)
@@ -408,28 +350,6 @@ def test_parameter_counts(name, vocab, parameters):
     assert parameter_count(shapes(config), config) == parameters
 
 
-def test_flops_of_frozen_features_and_lstms():
-    """The frozen encoder runs forward only, up to the highest layer used; LSTMs are trained."""
-    config = dataclasses.replace(
-        model_size("L12-H64-A1"), vocab_size=100, next_sentence=False, masked_lm=False
-    )
-    plain = flops_per_row(config, 16, 1, 0)
-
-    def with_(**changes):
-        return flops_per_row(dataclasses.replace(config, **changes), 16, 1, 0)
-
-    assert with_(features="last") == plain / 3
-    assert with_(features="second-to-last") == pytest.approx(11 / 12 * plain / 3)
-    assert with_(features="embeddings") == 0
-    # Per token: four gates in two directions, from the layer below and the previous state.
-    lstm = 3 * 16 * 2 * (2 * 64 * 4 * 64 + 2 * 64 * 4 * 64)
-    upper = 3 * 16 * 2 * (2 * 128 * 4 * 64 + 2 * 64 * 4 * 64)
-    assert with_(lstm_layers=2) == plain + lstm + upper
-    wide = 3 * 16 * 2 * (2 * 256 * 4 * 64 + 2 * 64 * 4 * 64)
-    assert with_(lstm_layers=1, features="last4") == plain / 3 + wide
-    assert with_(lstm_layers=1, features="weighted-all") == plain / 3 + lstm
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -464,14 +384,3 @@ def test_initial_parameters_equal_flax_init(changes):
     )
     assert flat(together).keys() == flat(drawn_alone).keys()
     jax.tree.map(np.testing.assert_array_equal, together, drawn_alone)
-
-
-def test_init_program_size_does_not_grow_with_layers():
-    """Parameters of equal shape are drawn together."""
-
-    def generators(layers):
-        config = make_config(layers=layers)
-        program = jax.make_jaxpr(lambda: init_params(config, jax.random.key(0)))()
-        return str(program).count("erf_inv")
-
-    assert generators(6) == generators(2)
