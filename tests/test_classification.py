@@ -243,14 +243,6 @@ def test_invalid_table_error_names_the_place(tmp_path, rows, more, key):
     refused(task(tmp_path, rows, **more), key)
 
 
-def test_unknown_label_error_names_the_row_and_labels(tmp_path):
-    config = task(tmp_path, dev=["w1\tyes", "w1\tyess"])
-    refused(config, "dev.tsv:3: .*'yess'.* labels .no, yes.; did you mean yes")
-    refused(config, "'no'.* or leave it empty", labels=("yes", "yess"))
-    many = [f"w1\tlabel{i}" for i in range(99)]
-    refused(task(tmp_path, many, dev=["w1\tother"]), "label10, label11")
-
-
 @pytest.mark.parametrize(
     ("label", "objective", "key"),
     [

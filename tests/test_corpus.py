@@ -484,18 +484,6 @@ def test_plain_text_formats_are_detected(text, kind):
     assert formats.kind_of_text(text) == kind
 
 
-def test_real_wikipedia_and_books_are_split_into_sentences(shared_data):
-    for name, kind in (("wikipedia", "wikiextractor"), ("books", "books")):
-        report = corpus.Report()
-        stream = corpus.read(corpus.parse_source(str(shared_data(f"text/{name}"))), report)
-        documents = [next(stream) for _ in range(3)]
-        assert {d.kind for d in documents} == {kind}
-        for document in documents:
-            result = split_sentences(document)
-            assert 40 < sum(map(len, result)) / len(result) < 200
-            assert sum(map(len, result)) > 0.97 * len(document.text)
-
-
 @pytest.mark.parametrize(
     ("text", "sentences"),
     [

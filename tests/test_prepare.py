@@ -12,7 +12,6 @@ import string
 import subprocess
 import sys
 import time
-from concurrent.futures.process import BrokenProcessPool
 from unittest import mock
 
 import hypothesis
@@ -28,7 +27,6 @@ from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.instances import Instances, _trim, truncated_lengths
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
-from bert_jax.data.workers import Workers
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 
@@ -670,17 +668,6 @@ def test_weighted_sources_are_held_out_in_proportion(tmp_path):
     assert a < 0.2 * b
 
 
-def test_too_little_heldout_text_gives_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LOWEST_DOCUMENTS", 2)  # the short ones
-    _, vocab = write_corpus(tmp_path)
-    long = "\n".join(f"d0w{i % 8} d1w{i % 7}" for i in range(300))
-    short = "".join(f"d{i}w1 d{i}w2\n\n" for i in range(20))
-    (tmp_path / "text.txt").write_text(f"{short}{long}\n")
-    source, options = f"google:{tmp_path}/text.txt", dict(pairs="none", heldout_fraction=0.3)
-    manifest = prepare([source], vocab, tmp_path / "rows", workers=1, **options)
-    assert "0.6% of the tokens are held out, not 30.0%" in manifest.warnings[-1]
-
-
 def test_vocabulary_of_another_kind_replaces_the_files_of_the_first(tmp_path):
     text, vocab = write_corpus(tmp_path, 4)
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *"abdw0123456789ĠĊ", "<mask>"]
@@ -691,16 +678,6 @@ def test_vocabulary_of_another_kind_replaces_the_files_of_the_first(tmp_path):
         manifest = prepare([text], vocabulary, out, pairs="none", force=True, workers=1)
         assert vocabularies.load(out).sha256 == manifest.vocab_sha256
     assert not (out / vocabularies.TOKENIZER).exists()
-
-
-def test_text_with_many_unknown_tokens_gives_a_warning(tmp_path, text, capsys):
-    (tmp_path / "odd.txt").write_text("what is this\nnobody knows\n\nd1w1 nor this\nnor that\n")
-    sources = [*text[0], f"google:{tmp_path}/odd.txt"]
-    manifest = prepare(sources, text[1], tmp_path / "rows", workers=1, heldout_fraction=0.0)
-    (warning,) = manifest.warnings  # and none about the other source
-    assert "odd.txt: 90% of its tokens are unknown" in warning
-    assert "1 such files" in warning
-    assert warning in capsys.readouterr().out
 
 
 INVISIBLE = "\u200b\n\n\u200b\n"
@@ -739,17 +716,3 @@ def test_invalid_settings_are_rejected(tmp_path, text, setting):
     with pytest.raises(UserError, match=next(iter(setting))):
         prepare(*text, tmp_path / "rows", **setting)
     assert not (tmp_path / "rows").exists()
-
-
-def test_killed_worker_gives_an_error(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(Workers, "_done", mock.Mock(side_effect=BrokenProcessPool))
-    with pytest.raises(UserError, match="--workers"):
-        prepare(*text, tmp_path / "rows", workers=2)
-
-
-def test_manifest_contains_no_absolute_path(tmp_path, monkeypatch):
-    write_corpus(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    manifest = prepare(["text.txt"], "vocab", "rows", workers=1)
-    assert str(tmp_path) not in (tmp_path / "rows/manifest.json").read_text()
-    assert manifest.sources[0]["documents"] == 40
