@@ -13,7 +13,7 @@ from etils import epath
 
 from bert_jax import cli, storage, train
 from bert_jax.config.flags import load
-from bert_jax.config.schema import PhaseConfig
+from bert_jax.config.schema import take_rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint
@@ -85,7 +85,7 @@ def poisoned(phase, steps):
 def small_run(rows, *changes):
     """Return config, vocabulary, data and phases of a small pretraining run on rows of T=32."""
     config = load(arguments(*changes))
-    config.phases = (PhaseConfig(rows=str(rows())),)
+    take_rows(config, [str(rows())])
     return pretraining.make_phases(config)
 
 
