@@ -330,6 +330,7 @@ def test_layer_norm_is_accurate_far_from_zero():
     """Computing E[x²] - E[x]² in float32 would lose all digits of the variance."""
     x = 3000 + np.random.default_rng(0).standard_normal((4, 64))
     norm = norm_layer(ModelConfig())
+    assert norm.epsilon == 1e-12  # as in BERT
     result = norm.apply(
         {"params": {"scale": np.ones(64), "bias": np.zeros(64)}}, x.astype(np.float32)
     )
