@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("fixed")
 # Slowest test files first, so that no worker starts one of them last.
 LONGEST = (
     "storage", "finetune_runs", "train", "model", "distributed", "convert", "guard", "profile", "finetuning",
-    "checkpoint", "sweep", "speed_gpu", "attention",
+    "checkpoint", "sweep", "attention",
 )  # fmt: skip
 
 

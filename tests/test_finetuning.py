@@ -545,6 +545,7 @@ def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
         return EarlyStopping(config, best | {"since": since}, tmp_path, step)
 
     assert [stopping(step).is_over for step in range(5)] == [False, False, False, True, False]
+    assert stopping(2, config=FinetuneConfig(patience=1)).is_over
     assert not stopping(3, config=Config()).is_over
     # Evaluations on the rows of earlier phases do not count.
     assert stopping(2).best == (1, 3)

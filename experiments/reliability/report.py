@@ -109,21 +109,29 @@ def attacks(lines):
 
 
 def mutations(lines):
-    """Return counts by module, and the mutants that survived all tests."""
+    """Return counts by package, and the mutants that survived all tests."""
     if not lines:
         return ["not run"]
-    survived = [line for line in lines if not line["noticed"]]
-    modules = collections.Counter(line["module"] for line in lines)
-    survivors = collections.Counter(line["module"] for line in survived)
-    table = [f"| {name} | {count} | {count - survivors[name]} |" for name, count in modules.items()]
+    survived = [line for line in lines if not line["by"]]
+    packages, survivors = (
+        collections.Counter(line["module"].rpartition(".")[0] or "(root)" for line in some)
+        for some in (lines, survived)
+    )
+    table = [
+        f"| {name} | {count} | {count - survivors[name]} |"
+        for name, count in sorted(packages.items())
+    ]
     return [
         f"{len(lines)} mutants, {len(lines) - len(survived)} killed.",
         "",
-        "| module | mutants | killed |",
+        "| package | mutants | killed |",
         "|---|---|---|",
         *table,
         *([""] if survived else []),
-        *(f"- {line['module']}: `{line['old']}` → `{line['new']}`" for line in survived),
+        *(
+            f"- {line['module']}: `{line['old'].strip()}` → `{line['new'].strip()}`: {line['why']}"
+            for line in survived
+        ),
     ]
 
 

@@ -337,7 +337,7 @@ def reliability() -> Iterator[Row]:
     ):
         if (EXPERIMENTS / "reliability" / f"{name}.jsonl").exists():
             lines = read(f"reliability/{name}.jsonl")
-            good = sum(line.get("noticed", True) for line in lines)
+            good = sum(line.get("by", "") is not None for line in lines)
             ours = f"{good} of {len(lines)}"
             command = f"python experiments/reliability/{name}.py"
             yield Row(what, ours, "", "2 CPU cores", "", "reliability", command)
