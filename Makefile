@@ -19,8 +19,9 @@ BIN := $(VENV)/bin
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
 
-# One worker per core (3 GB of memory each). The tests of a file share a worker and its fixtures.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# A worker more than cores (3 GB of memory each), as tests wait for servers and disks. The tests of a file share a
+# worker and its fixtures.
+PYTEST := $(BIN)/python -m pytest -n $$(($$($(PYTHON) -c 'import os; print(os.cpu_count())') + 1)) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 FAST := -m "not slow and not gpu and not tpu and not nightly"
 
