@@ -152,6 +152,17 @@ def test_logits_and_softmax_are_float32_with_bfloat16_inputs():
     assert [r.dtype.name for _, r in products if r.ndim == 2] == ["float32"]  # embedding gradient
 
 
+def test_gradients_of_parameters_are_accumulated_in_float32():
+    step, state, batch = pretraining_step("bfloat16", norm_position="pre", gated_feed_forward=True)
+    shapes = {x.shape for x in jax.tree.leaves(state.params)}
+    for e in equations(step.trace(state, batch).jaxpr.jaxpr):
+        before, after = e.invars[0].aval if e.invars else None, e.outvars[0].aval
+        if e.primitive.name == "reduce_sum":
+            assert after.dtype != jnp.bfloat16, e
+        elif e.primitive.name == "convert_element_type" and before.dtype == jnp.bfloat16:
+            assert after.shape not in shapes, e
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "size"),
     [

@@ -180,7 +180,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (
             dense(c, heads, target=name) for name in ("query", "key", "value")
         )
-        self.output = dense(c, c.hidden, axis=(-2, -1), target="output")
+        self.output = dense(c, c.hidden, num_axes=2, target="output")
         if self.kind.has_attention_norm:
             self.norm = norm_layer(c)
         if c.qk_norm:

@@ -120,42 +120,56 @@ def _sum_rows(
     return zeros.at[target].set(rows, mode="drop", unique_indices=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dot_general(x: Array, kernel: Array, dimensions: Any) -> Array:
-    """Contract the last axes of x with the first axes of the kernel, as a dense layer does.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _affine(
+    num_axes: int,
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    bias: Float[Array, "..."] | None,
+) -> Float[Array, "..."]:
+    """Contract the last axes of x with the first axes of the kernel, and add the bias, in x's dtype.
 
-    On other platforms than CPU, value and gradients are those of `jax.lax.dot_general`.
+    The gradients of kernel and bias are sums over all tokens, so they are accumulated and returned in
+    the parameters' dtype.
     """
-    return jax.lax.dot_general(x, kernel, dimensions)
+    axes = tuple(range(x.ndim - num_axes, x.ndim)), tuple(range(num_axes))
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+    return y if bias is None else y + bias.astype(x.dtype)
 
 
-def _dot_general_forward(x, kernel, dimensions):
-    return dot_general(x, kernel, dimensions), (x, kernel)
+def _affine_forward(num_axes, x, kernel, bias):
+    return _affine(num_axes, x, kernel, bias), (x, kernel, bias)
 
 
-def _dot_general_backward(dimensions, residuals, grad):
-    (x, kernel), num_inputs = residuals, len(dimensions[0][0])
-    batch_axes, num_outputs = range(x.ndim - num_inputs), kernel.ndim - num_inputs
+def _affine_backward(num_axes, residuals, grad):
+    x, kernel, bias = residuals
+    num_outputs = kernel.ndim - num_axes
+    batch = x.shape[: x.ndim - num_axes]
+    # XLA's CPU backend contracts only one axis of bfloat16 arrays.
+    flat_x, flat_grad = (y.reshape(-1, *y.shape[len(batch) :]) for y in (x, grad))
+    product = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=(((0,), (0,)), ((), ())),
+        preferred_element_type=kernel.dtype,
+    )
 
-    def kernel_grad(x, grad):
-        return jax.lax.dot_general(x, grad, ((batch_axes, batch_axes), ((), ())))
-
-    def transposed_kernel_grad(x, grad):
+    def transposed_product(x, grad):
         # XLA's CPU backend copies the first operand to transpose it, so put the narrower one first.
         # Without the barrier XLA swaps the operands back and finds no fast matrix product.
-        transposed = jax.lax.optimization_barrier(kernel_grad(grad, x))
+        transposed = jax.lax.optimization_barrier(product(grad, x))
         return jnp.moveaxis(transposed, range(num_outputs), range(-num_outputs, 0))
 
-    is_wide = math.prod(kernel.shape[:num_inputs]) > math.prod(kernel.shape[num_inputs:])
-    cpu_kernel_grad = transposed_kernel_grad if is_wide else kernel_grad
-    axes = (range(len(batch_axes), grad.ndim), range(num_inputs, kernel.ndim))
+    is_wide = math.prod(kernel.shape[:num_axes]) > math.prod(kernel.shape[num_axes:])
+    cpu_product = transposed_product if is_wide else product
+    axes = tuple(range(len(batch), grad.ndim)), tuple(range(num_axes, kernel.ndim))
     return (
-        jax.lax.dot_general(grad, kernel, (axes, ((), ()))),
-        jax.lax.platform_dependent(x, grad, cpu=cpu_kernel_grad, default=kernel_grad),
+        jax.lax.dot_general(grad, kernel.astype(grad.dtype), (axes, ((), ()))),
+        jax.lax.platform_dependent(flat_x, flat_grad, cpu=cpu_product, default=product),
+        None if bias is None else flat_grad.sum(0, dtype=bias.dtype),
     )
 
 
-dot_general.defvjp(_dot_general_forward, _dot_general_backward)
+_affine.defvjp(_affine_forward, _affine_backward)
 
 
 def padded_vocab_size(config: ModelConfig) -> int:
@@ -230,42 +244,53 @@ def vocab_initializer(config: ModelConfig, axis: int) -> Callable:
     return initialize
 
 
-class LoraDense(nn.Module):
-    """A dense layer with a low-rank adapter (`config.LoraConfig`), which adds 0 at initialization.
+class Dense(nn.Module):
+    """Dense layer, with a low-rank adapter if `lora` is given.
 
-    Its parameters are those of the layer, `lora_a` with the kernel's input axes and the rank, and
-    `lora_b` with the rank and the kernel's output axes. Dropout applies if `apply` gets a key called
-    "lora".
+    The adapter adds 0 at initialization. Its parameters are `lora_a` with the kernel's input axes and
+    the rank, and `lora_b` with the rank and the kernel's output axes. Its dropout applies if `apply`
+    gets a key called "lora".
+
+    Attributes:
+        features: sizes of the output axes.
+        dtype: dtype of the output.
+        draw: initializer of kernels with two axes.
+        num_axes: number of input axes to contract, the last ones.
+        use_bias: whether to add a bias.
+        bias_init: initializer of the bias.
+        lora: the adapter.
     """
 
-    config: ModelConfig
-    layer: nn.Module
-
-    def setup(self):
-        nn.share_scope(self, self.layer)
+    features: tuple[int, ...]
+    dtype: str
+    draw: Callable
+    num_axes: int = 1
+    use_bias: bool = True
+    bias_init: Callable = nn.initializers.zeros
+    lora: LoraConfig | None = None
 
     @nn.compact
-    def __call__(self, inputs: Float[Array, "..."]) -> Float[Array, "..."]:
-        c, lora, layer = self.config, self.config.lora, self.layer
-        assert isinstance(layer, nn.DenseGeneral)
-        out = layer(inputs)  # first, as keys of initializers depend on the order of parameters
-        axes = (layer.axis,) if isinstance(layer.axis, int) else tuple(layer.axis)
-        width = tuple(inputs.shape[axis] for axis in axes)
-        features = layer.features if isinstance(layer.features, tuple) else (layer.features,)
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        width = x.shape[x.ndim - self.num_axes :]
 
-        def draw(key, shape, dtype=jnp.float32):
-            flat = (math.prod(width), lora.rank)  # kernels are drawn with two axes too
-            return initializer(c)(key, flat, dtype).reshape(shape)
+        def draw(key, shape, dtype, width=width):
+            flat = math.prod(width), math.prod(shape[len(width) :])
+            return self.draw(key, flat, dtype).reshape(shape)
 
-        a = self.param("lora_a", draw, (*width, lora.rank))
-        b = self.param("lora_b", nn.initializers.zeros, (lora.rank, *features))
-        key = self.make_rng("lora") if self.has_rng("lora") else None
-        x = dropout(inputs, lora.dropout, key)
-        x, a, b = (jnp.asarray(value, c.dtype) for value in (x, a, b))
-        last = tuple(range(x.ndim - len(axes), x.ndim))
-        low: Any = dot_general(x, a, ((last, tuple(range(len(axes)))), ((), ())))
-        update: Any = dot_general(low, b, (((low.ndim - 1,), (0,)), ((), ())))
-        return out + update * (lora.alpha / lora.rank)
+        x = x.astype(self.dtype)
+        kernel = self.param("kernel", draw, (*width, *self.features), jnp.float32)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, self.features, jnp.float32)
+        y = checkpoint_name(_affine(self.num_axes, x, kernel, bias), DENSE)
+        if self.lora is None:
+            return y
+        rank, b_shape = self.lora.rank, (self.lora.rank, *self.features)
+        a = self.param("lora_a", draw, (*width, rank), jnp.float32)
+        b = self.param("lora_b", nn.initializers.zeros, b_shape, jnp.float32)
+        x = dropout(x, self.lora.dropout, self.make_rng("lora") if self.has_rng("lora") else None)
+        update = _affine(1, _affine(self.num_axes, x, a, None), b, None)
+        return y + update * (self.lora.alpha / rank)
 
 
 def merge_lora(params: Mapping[str, Any], lora: LoraConfig) -> dict[str, Any]:
@@ -284,35 +309,27 @@ def merge_lora(params: Mapping[str, Any], lora: LoraConfig) -> dict[str, Any]:
 
 def dense(
     config: ModelConfig,
-    features: Any,
+    features: int | tuple[int, ...],
     name: str | None = None,
-    axis: Any = -1,
+    num_axes: int = 1,
     target: str = "",
     is_output: bool = False,
-) -> nn.Module:
+) -> Dense:
     """Return a dense layer whose output is saved by the "dots" rematerialization policy.
 
     It has a bias if `config.bias` or `is_output` is true, and an adapter if `target` is one of
     `config.lora.targets`. An output layer computes its few logits in float32, as many of them would
     be equal in bfloat16.
     """
-    has_adapter = config.lora.rank > 0 and target in config.lora.targets
-    # The layer in a `LoraDense` gets its parent and name there.
-    naming: dict[str, Any] = {"parent": None} if has_adapter else {"name": name}
-    layer = nn.DenseGeneral(
-        features,
-        axis,
-        use_bias=config.bias or is_output,
+    return Dense(
+        features if isinstance(features, tuple) else (features,),
         dtype="float32" if is_output else config.dtype,
-        kernel_init=initializer(config),
-        dot_general_cls=lambda: (
-            lambda x, kernel, dimensions, precision: checkpoint_name(
-                dot_general(x, kernel, dimensions), DENSE
-            )
-        ),
-        **naming,
+        draw=initializer(config),
+        num_axes=num_axes,
+        use_bias=config.bias or is_output,
+        lora=config.lora if config.lora.rank and target in config.lora.targets else None,
+        name=name,
     )
-    return LoraDense(config, layer, name=name) if has_adapter else layer
 
 
 def norm_layer(config: ModelConfig, name: str | None = None) -> nn.Module:

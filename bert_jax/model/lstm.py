@@ -6,6 +6,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax.config.schema import ModelConfig
+from bert_jax.model.layers import Dense
 
 
 class LSTM(nn.Module):
@@ -29,18 +30,20 @@ class LSTM(nn.Module):
             return jnp.zeros(shape, dtype).at[d : 2 * d].set(1)
 
         # Project the inputs of all tokens at once; only the recurrent product is sequential.
-        project = nn.Dense(
-            4 * d, dtype=c.dtype, kernel_init=uniform, bias_init=forget_bias, name="input"
-        )
+        project = Dense((4 * d,), c.dtype, uniform, bias_init=forget_bias, name="input")
         projected = project(x).astype(jnp.float32).swapaxes(0, 1)
-        recurrent = self.param("recurrent", uniform, (d, 4 * d), jnp.float32).astype(c.dtype)
+        recurrent = self.param("recurrent", uniform, (d, 4 * d), jnp.float32)
 
         def step(state, item):
             # Keep the state in float32: every token adds to it.
             projected, begins = item
             hidden, cell = (jnp.where(begins[:, None], 0, part) for part in state)
+            # Cast the kernel here, so that its gradient is summed over the tokens in float32.
             gates = projected + jnp.einsum(
-                "bd,dg->bg", hidden.astype(c.dtype), recurrent, preferred_element_type=jnp.float32
+                "bd,dg->bg",
+                hidden.astype(c.dtype),
+                recurrent.astype(c.dtype),
+                preferred_element_type=jnp.float32,
             )
             input_gate, forget_gate, candidate, output_gate = jnp.split(gates, 4, axis=1)
             cell = jax.nn.sigmoid(forget_gate) * cell + jax.nn.sigmoid(input_gate) * jnp.tanh(
