@@ -1,4 +1,4 @@
-"""Platform selection, XLA flags, tuning of CPUs, and data sheets of accelerators."""
+"""Platform selection, XLA flags and tuning of CPUs."""
 
 import contextlib
 import ctypes
@@ -9,7 +9,6 @@ import os
 import pathlib
 import pkgutil
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 
@@ -26,121 +25,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _RETENTION = 3  # bytes that glibc may retain per byte of a program's temporaries
 _is_retaining = False
 _temporary_bytes: list[int] = []  # temporaries of each program compiled in this process
-
-
-class Chip(NamedTuple):
-    """Data sheet of one device: a chip, or half a chip on TPU7x.
-
-    Attributes:
-        flops: dense bfloat16 FLOP/s.
-        memory_bytes: memory available to a program.
-        memory_bandwidth: main memory bandwidth in bytes/s.
-        link_bandwidth: bandwidth in bytes/s, one way, of a link to a neighboring chip (TPU) or to
-            the node's switch (GPU).
-        network_bandwidth: a device's share of the network bandwidth between slices or nodes, in
-            bytes/s, one way; 0 if unknown.
-        source: where these numbers come from.
-    """
-
-    flops: float
-    memory_bytes: int
-    memory_bandwidth: float
-    link_bandwidth: float
-    network_bandwidth: float
-    source: str
-
-
-_GIB = 2**30
-_CLOUD = "docs.cloud.google.com/tpu/docs"
-# Memory of TPUs is what libtpu's compiler reports as available (0.0.42; 0.0.50 for TPU7x). Link
-# bandwidth is the chip's total divided by its number of links, and by 2 if given for both ways.
-_V5P = Chip(
-    459e12,
-    int(95.74 * _GIB),
-    2765e9,
-    100e9,
-    6.25e9,
-    f"{_CLOUD}/v5p: 1,200 GB/s both ways over 6 links; 50 Gbit/s between slices",
-)
-# Keys are prefixes of `device_kind`.
-CHIPS = {
-    "TPU v4": Chip(
-        275e12,
-        int(30.75 * _GIB),
-        1200e9,
-        50e9,
-        0.0,
-        f"{_CLOUD}/v4; links: Jouppi et al., arXiv 2304.01964, table 4",
-    ),
-    "TPU v5 lite": Chip(
-        197e12,
-        int(15.75 * _GIB),
-        819e9,
-        50e9,
-        3.125e9,
-        f"{_CLOUD}/v5e: 400 GB/s both ways over 4 links; 6.4 Tbit/s a pod of 256 between slices",
-    ),
-    "TPU v5p": _V5P,
-    "TPU v5": _V5P,
-    "TPU v6 lite": Chip(
-        918e12,
-        int(31.25 * _GIB),
-        1638e9,
-        100e9,
-        12.5e9,
-        f"{_CLOUD}/v6e: 800 GB/s both ways over 4 links; 4 x 200 Gbit/s a host of 8 between slices",
-    ),
-    # A device is half a chip: half of its compute, memory and bandwidth.
-    "TPU7x": Chip(
-        2307e12 / 2,
-        int(94.74 * _GIB),
-        7380e9 / 2,
-        50e9,
-        6.25e9,
-        f"{_CLOUD}/tpu7x: two devices a chip; a chip has 2,307 TFLOP/s, 7,380 GB/s, 1,200 GB/s both "
-        "ways over 6 links, and 100 Gbit/s between slices",
-    ),
-    "NVIDIA A100": Chip(
-        312e12,
-        80 * 10**9,
-        2039e9,
-        300e9,
-        25e9,
-        "NVIDIA A100 80GB SXM data sheet; DGX A100: 8 x 200 Gbit/s a node",
-    ),
-    "NVIDIA H100": Chip(
-        989e12,
-        80 * 10**9,
-        3350e9,
-        450e9,
-        50e9,
-        "NVIDIA H100 SXM data sheet; DGX H100: 8 x 400 Gbit/s a node",
-    ),
-    "NVIDIA H200": Chip(
-        989e12,
-        141 * 10**9,
-        4800e9,
-        450e9,
-        50e9,
-        "NVIDIA H200 SXM data sheet; DGX H200: 8 x 400 Gbit/s a node",
-    ),
-    "NVIDIA B200": Chip(
-        2250e12,
-        180 * 10**9,
-        8000e9,
-        900e9,
-        50e9,
-        "NVIDIA HGX B200 data sheet, without sparsity; DGX B200: 8 x 400 Gbit/s a node",
-    ),
-    "NVIDIA L4": Chip(
-        121e12,
-        24 * 10**9,
-        300e9,
-        32e9,
-        1.5625e9,
-        "NVIDIA L4 data sheet, without sparsity; PCIe 4.0 x16; g2-standard-96: 8 a node, 100 Gbit/s",
-    ),
-}
 
 
 def start(platform: str, cache: bool = True, deterministic: bool = False) -> None:
@@ -330,14 +214,3 @@ def check_deterministic(config: TrainConfig, platform: str) -> None:
             f"config.deterministic is true, but $XLA_FLAGS lacks --{_DETERMINISTIC}=true: set it "
             "before JAX starts (bert_jax.runtime.device.start does), or set config.deterministic to false"
         )
-
-
-def peak_flops() -> float | None:
-    """Return the bfloat16 FLOP/s of one device; None if it has no data sheet here (any CPU)."""
-    data_sheet = chip(jax.devices()[0].device_kind)
-    return data_sheet.flops if data_sheet else None
-
-
-def chip(kind: str) -> Chip | None:
-    """Return the data sheet of a `device_kind`; None if there is none here (any CPU)."""
-    return next((chip for prefix, chip in CHIPS.items() if kind.startswith(prefix)), None)

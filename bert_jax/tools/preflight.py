@@ -6,7 +6,7 @@ does not fit, formulas replace it, and the report says so.
 
 Two times are reported. The roofline is a lower bound: what the data sheet allows when compute, memory
 and network overlap perfectly. The expected time assumes a share of the peak that was measured
-(`UTILIZATIONS`).
+(`runtime/chips.py`).
 """
 
 import collections
@@ -33,8 +33,8 @@ from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import checkpoint
-from bert_jax.runtime import device, sharding
-from bert_jax.runtime.device import Chip
+from bert_jax.runtime import sharding
+from bert_jax.runtime.chips import CHIPS, Chip, find
 from bert_jax.tools import hlo
 from bert_jax.tools.hlo import Collective
 from bert_jax.training.step import State, compile_step, initial_state
@@ -44,62 +44,22 @@ GPUS_A_NODE = 8
 _LONGEST = 16
 
 
-class Kind(NamedTuple):
-    """A kind of hardware as `--topology` names it.
-
-    Attributes:
-        device_kind: JAX's name of its devices.
-        axes: number of axes of a slice's shape; 1 for GPUs, which are only counted.
-        example: a topology of this kind.
-        devices: number of JAX devices per chip.
-    """
-
-    device_kind: str
-    axes: int
-    example: str
-    devices: int = 1
-
-    @property
-    def cores(self) -> int:
-        """Cores per chip, which the number in an accelerator type (`v5p-8`) counts."""
-        return 2 if self.axes == 3 else 1
+# Whose utilization is assumed for chips on which BERT was not measured.
+_ASSUMED = "h100"
 
 
-KINDS = {
-    "v4": Kind("TPU v4", 3, "v4:2x2x1"),
-    "v5e": Kind("TPU v5 lite", 2, "v5e:4x4"),
-    "v5p": Kind("TPU v5", 3, "v5p:4x4x4"),
-    "v6e": Kind("TPU v6 lite", 2, "v6e:16x16"),
-    "tpu7x": Kind("TPU7x", 3, "tpu7x:2x2x1", devices=2),
-    "a100": Kind("NVIDIA A100", 1, "a100:64"),
-    "h100": Kind("NVIDIA H100", 1, "h100:8"),
-    "h200": Kind("NVIDIA H200", 1, "h200:16"),
-    "b200": Kind("NVIDIA B200", 1, "b200:8"),
-    "l4": Kind("NVIDIA L4", 1, "l4:8"),
-}
-
-# Measured fraction of a device's bfloat16 peak in training, with FLOPs by `flops_per_row`; what was
-# measured, and where it is published.
-UTILIZATIONS = {
-    "NVIDIA H100": (0.28, "this project, base, T=128, on one H100 (experiments/speed)"),
-    "NVIDIA A100": (0.45, "BERT-large, T=128, on one A100 (NVIDIA DeepLearningExamples)"),
-}
-# Used for devices without a published measurement of BERT training in bfloat16.
-ASSUMED_FROM = "NVIDIA H100"
-
-
-def utilization(device_kind: str) -> dict[str, Any]:
-    """Return the expected utilization of a device, and whether it was measured on another one."""
-    assumed = device_kind not in UTILIZATIONS
-    share, measured = UTILIZATIONS[ASSUMED_FROM if assumed else device_kind]
-    return {"share": share, "measured": measured, "assumed": assumed}
+def utilization(chip: Chip) -> dict[str, Any]:
+    """Return the expected utilization of a chip, and whether it was measured on another one."""
+    measured_here = chip.utilization
+    share, measured = measured_here or CHIPS[_ASSUMED].utilization or (1.0, "")
+    return {"share": share, "measured": measured, "assumed": measured_here is None}
 
 
 class Topology(NamedTuple):
     """A number of chips and the links between them.
 
     Attributes:
-        kind: a key of `KINDS`.
+        kind: a key of `CHIPS`.
         shape: shape of a slice, in chips.
         slices: number of slices, connected by the data center network; 1 for GPUs.
     """
@@ -117,7 +77,7 @@ class Topology(NamedTuple):
     @property
     def is_tpu(self) -> bool:
         """Whether this is a TPU, for which libtpu compiles."""
-        return "TPU" in KINDS[self.kind].device_kind
+        return self.chip.is_tpu
 
     @property
     def chips(self) -> int:
@@ -127,12 +87,12 @@ class Topology(NamedTuple):
     @property
     def devices(self) -> int:
         """Number of JAX devices in all slices."""
-        return self.chips * KINDS[self.kind].devices
+        return self.chips * self.chip.devices
 
     @property
     def chip(self) -> Chip:
         """Data sheet of a device."""
-        return device.CHIPS[KINDS[self.kind].device_kind]
+        return CHIPS[self.kind]
 
     def wraps(self) -> tuple[bool, ...]:
         """Return for each axis whether it is a ring: at 16 chips, or if all of three are multiples of 4."""
@@ -151,7 +111,7 @@ def slice_shape(kind: str, count: int) -> tuple[int, ...] | None:
     Axes are ascending powers of 2, as equal as possible, as Google lists them; 4 chips on three axes
     are 2x2x1. Returns None if there is no such slice.
     """
-    axes, (chips, rest) = KINDS[kind].axes, divmod(count, KINDS[kind].cores)
+    axes, (chips, rest) = CHIPS[kind].axes, divmod(count, CHIPS[kind].cores)
     power = chips.bit_length() - 1
     if rest or chips < 1 or chips != 1 << power or (axes == 3 and chips < 4) or chips == 2:
         return None
@@ -162,11 +122,11 @@ def slice_shape(kind: str, count: int) -> tuple[int, ...] | None:
 
 def parse_topology(text: str) -> Topology:
     """Parse `v5p:4x4x4`, `v5e:16x16,slices=4`, `h100:64`, or an accelerator type such as `v5e-16`."""
-    known = ", ".join(kind.example for kind in KINDS.values())
+    known = ", ".join(kind.example for kind in CHIPS.values())
     accelerator = re.fullmatch(r"(?:tpu-)?(v5litepod|\w+)-(\d+)(,slices=\d+)?", text)
     if accelerator:
         name = accelerator.group(1).replace("v5litepod", "v5e")
-        is_tpu = name in KINDS and "TPU" in KINDS[name].device_kind
+        is_tpu = name in CHIPS and CHIPS[name].is_tpu
         shape = slice_shape(name, int(accelerator.group(2))) if is_tpu else None
         if shape is None:
             raise UserError(
@@ -175,12 +135,12 @@ def parse_topology(text: str) -> Topology:
             )
         text = f"{name}:{'x'.join(map(str, shape))}{accelerator.group(3) or ''}"
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:,slices=(\d+))?", text)
-    if not match or match.group(1) not in KINDS:
+    if not match or match.group(1) not in CHIPS:
         raise UserError(
-            f"unknown topology {text!r}: choose from {', '.join(KINDS)} with a shape, like {known}, "
+            f"unknown topology {text!r}: choose from {', '.join(CHIPS)} with a shape, like {known}, "
             "or several slices, like v5e:16x16,slices=4"
         )
-    name, kind = match.group(1), KINDS[match.group(1)]
+    name, kind = match.group(1), CHIPS[match.group(1)]
     shape = tuple(int(size) for size in match.group(2).split("x"))
     topology = Topology(name, shape, int(match.group(3) or 1))
     if len(shape) != kind.axes or 0 in shape or topology.slices < 1:
@@ -232,7 +192,7 @@ def tpu_devices(topology: Topology) -> Sequence[Any]:
             needs = "it, which needs JAX 0.12 and libtpu 0.0.50 (Python 3.12 or newer)"
         raise UserError(
             f"topology {topology.name!r}: the installed libtpu does not support {needs}; use one like "
-            f"{KINDS[topology.kind].example} ({str(error).splitlines()[0]})"
+            f"{topology.chip.example} ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -254,7 +214,7 @@ def locations(topology: Topology, devices: Sequence[Any] | None = None) -> list[
         return [Location(i // GPUS_A_NODE, ()) for i in range(topology.devices)]
     if devices is None:
         chips = [tuple(map(int, index)) for index in np.ndindex(*topology.shape)]
-        coordinates = [chip for chip in chips for _ in range(KINDS[topology.kind].devices)]
+        coordinates = [chip for chip in chips for _ in range(topology.chip.devices)]
         return [Location(i, chip) for i in range(topology.slices) for chip in coordinates]
     axes = len(topology.shape)
     return [Location(getattr(d, "slice_index", None) or 0, tuple(d.coords[:axes])) for d in devices]
@@ -421,7 +381,7 @@ def preflight(
         "chips": topology.chips,
         "devices": topology.devices,
         "attention": choice._asdict(),
-        "device": KINDS[topology.kind].device_kind,
+        "device": topology.chip.device_kinds[0],
         "source": topology.chip.source,
         "mesh": dict(zip(sharding.AXES, sizes, strict=True)),
         "parameters": parameter_count(shapes, config.model),
@@ -429,7 +389,7 @@ def preflight(
         "vocab_size_assumed": not has_vocab_size and not any(phase.rows for phase in config.phases),
         "phases": entries,
         "fits": all(entry["fits"] for entry in entries),
-        "utilization": utilization(KINDS[topology.kind].device_kind),
+        "utilization": utilization(topology.chip),
     }
     for prefix in ("", "expected_"):
         report |= _hours(prefix, sum(entry[f"{prefix}hours"] for entry in entries), topology)
@@ -502,7 +462,7 @@ def _phase(
     network = sum((kind["seconds"] for kind in sent.values()), 0.0)
     times = roofline(chip._replace(flops=peak), computed, traffic, network)
     # Utilization counts the FLOPs of the model, without recomputation.
-    share = utilization(KINDS[topology.kind].device_kind)["share"]
+    share = utilization(topology.chip)["share"]
     expected = max(times["step_seconds"], formula_flops / (share * peak))
     assert isinstance(phase.objective, MaskedLM)
     temporaries = memory["temporaries"]
@@ -639,7 +599,8 @@ def would_fit(
 
 def describe(report: dict[str, Any]) -> str:
     """Format a report as text."""
-    chip = device.CHIPS[report["device"]]
+    chip = find(report["device"])
+    assert chip
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
     per_chip = report["devices"] // report["chips"]
     lines = [

@@ -17,7 +17,7 @@ from bert_jax.config.schema import TrainConfig
 from bert_jax.errors import UserError
 from bert_jax.objectives.base import Phase
 from bert_jax.runs import workdir
-from bert_jax.runtime import device, sharding
+from bert_jax.runtime import chips, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 from bert_jax.training import guard, optim, trackers
@@ -49,7 +49,10 @@ class Log:
         progress: Progress,
     ):
         self._config, self._progress = config, progress
-        self._devices = mesh.size
+        self._devices, device = mesh.size, mesh.devices.flat[0]
+        self._chip = chips.find(device.device_kind)
+        if self._chip is None and device.platform != "cpu":
+            progress.say(f"no data sheet of {device.device_kind}: its utilization is not logged")
         # Precompute the learning rates to log: computing one later would wait on the device for the
         # steps dispatched ahead.
         ends = np.append(np.arange(0, config.steps, config.log_every_steps)[1:], config.steps)
@@ -58,7 +61,7 @@ class Log:
         self._folder, self._writes = folder, jax.process_index() == 0
         self._trackers: dict[str, trackers.Tracker] = {}
         if self._writes and config.trackers:
-            devices = f"{mesh.size} {mesh.devices.flat[0].device_kind}"
+            devices = f"{mesh.size} {device.device_kind}"
             run = workdir.first_start(folder)
             self._trackers = trackers.open_trackers(config, folder, run, devices)
         if self._writes:
@@ -192,11 +195,10 @@ class Log:
             "flops_per_second": rows * self._phase.objective.flops_per_row / seconds,
         }
         note = f" {_short(speed['real_tokens_per_second'])} tok/s"
-        peak = device.peak_flops()
-        if peak:
-            mfu = speed["flops_per_second"] / (peak * self._devices)
+        if self._chip:
+            mfu = speed["flops_per_second"] / (self._chip.flops * self._devices)
             speed["model_flops_utilization"] = mfu
-            note += f" {speed['model_flops_utilization']:.0%} MFU"
+            note += f" {mfu:.0%} MFU"
         self._speed.append(speed)
         self._send(step, "speed", speed)
         return note

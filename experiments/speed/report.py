@@ -223,9 +223,9 @@ def targets(lines: Sequence[Line]) -> list[str]:
     if line := _of(lines, "loader", "loader"):
         from ours import rows_a_second
 
-        from bert_jax.runtime.device import CHIPS
+        from bert_jax.runtime.chips import CHIPS
 
-        name, chip = max(CHIPS.items(), key=lambda item: item[1].flops)
+        chip = max(CHIPS.values(), key=lambda chip: chip.flops)
         rate = statistics.median([1 / each for each in cost(line, "rows")])
         cores = statistics.median(
             [a / b for a, b in zip(line["processor_seconds"], line["seconds"], strict=True)]
@@ -237,7 +237,7 @@ def targets(lines: Sequence[Line]) -> list[str]:
                 "loader",
                 f"the loader reads {number(rate)} rows a second ({number(rate / cores)} per core, with "
                 f"{cores:.2g} cores busy), {number(rate / target)} times the {number(target)} that base "
-                f"would process at the peak of the fastest chip in device.py ({name}), target "
+                f"would process at the peak of the fastest chip in chips.py ({chip.device_kinds[0]}), target "
                 f"{LOADER_TIMES} times",
                 rate >= LOADER_TIMES * target,
             )

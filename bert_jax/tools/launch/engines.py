@@ -17,6 +17,7 @@ import yaml
 
 from bert_jax import storage
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
+from bert_jax.runtime.chips import CHIPS
 from bert_jax.tools.launch.plan import KILLED, STOP_SECONDS, Plan, Process
 
 if TYPE_CHECKING:
@@ -27,23 +28,7 @@ SCRIPTS = CHECKOUT / "launch"
 # Verbs that run in one process, on one machine.
 ONE_PROCESS = ("finetune", "prepare", "sweep")
 
-# Kind of TPU as preflight names it: gcloud's accelerator type, its runtime version.
-_TPU_VMS = {
-    "v4": ("v4", "tpu-ubuntu2204-base"),
-    "v5e": ("v5litepod", "v2-alpha-tpuv5-lite"),
-    "v5p": ("v5p", "v2-alpha-tpuv5"),
-    "v6e": ("v6e", "v2-alpha-tpuv6e"),
-}
-# The same: value of the label of GKE's nodes.
-_GKE_TPUS = {
-    "v4": "tpu-v4-podslice",
-    "v5e": "tpu-v5-lite-podslice",
-    "v5p": "tpu-v5p-slice",
-    "v6e": "tpu-v6e-slice",
-    "tpu7x": "tpu7x",
-}
 _CHIPS_PER_VM = 4
-_MAX_CHIPS_PER_VM = {"v5e": 8, "v6e": 8}  # of a slice with one VM
 # Extras that workers install, besides that of their accelerator; also in tpu_worker.sh and the Dockerfile.
 _EXTRAS = ("gcs", "s3", "tfds", "wiki", "wandb", "mlflow")
 
@@ -194,9 +179,9 @@ def tpu_vm(
     copied to the folder that the command writes to. This process follows the log, and creates the
     slices again after preemption.
     """
-    topology = _topology(accelerator, _TPU_VMS)
+    topology = _topology(accelerator)
     _check_machines(job, accelerator, topology)
-    kind, default_runtime = _TPU_VMS[topology.kind]
+    kind, default_runtime = _tpu_vm(accelerator, topology)
     queued = ["gcloud", "compute", "tpus", "queued-resources"]
     location = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
     several = [f"--node-count={topology.slices}", f"--node-prefix={job.name}"]
@@ -259,7 +244,7 @@ def _check_accelerator(on: str, job: Job, accelerator: str) -> None:
 
 def _check_machines(job: Job, accelerator: str, topology: "Topology", max_chips: int = 0) -> None:
     """Check that the slice of a command in one process has one machine, of at most `max_chips`."""
-    max_chips = max_chips or _MAX_CHIPS_PER_VM.get(topology.kind, _CHIPS_PER_VM)
+    max_chips = max_chips or topology.chip.most_on_vm
     if max(topology.chips / max_chips, topology.slices) > 1 and not job.is_distributed:
         raise UserError(
             f"--accelerator {accelerator}: {job.command[0]} runs on one machine, of at most "
@@ -267,20 +252,31 @@ def _check_machines(job: Job, accelerator: str, topology: "Topology", max_chips:
         )
 
 
-def _topology(accelerator: str, kinds: dict[str, Any]) -> "Topology":
+def _topology(accelerator: str) -> "Topology":
     from bert_jax.tools.preflight import parse_topology  # which imports JAX
 
     topology = parse_topology(accelerator)
-    if topology.kind not in kinds:
-        raise UserError(f"--accelerator {accelerator}: choose from {', '.join(kinds)}")
+    if not topology.is_tpu:
+        raise UserError(f"--accelerator {accelerator}: choose from {_tpus()}")
     return topology
+
+
+def _tpus(vm: bool = False) -> str:
+    return ", ".join(kind for kind, x in CHIPS.items() if (x.tpu_vm if vm else x.is_tpu))
+
+
+def _tpu_vm(accelerator: str, topology: "Topology") -> tuple[str, str]:
+    """Return gcloud's accelerator type, and the version of the VM's software."""
+    if topology.chip.tpu_vm is None:
+        raise UserError(f"--accelerator {accelerator}: choose from {_tpus(vm=True)}")
+    return topology.chip.tpu_vm
 
 
 def _tpu_type(topology: "Topology", kind: str) -> list[str]:
     """Return gcloud's options for the type of a slice."""
-    from bert_jax.tools.preflight import KINDS, slice_shape
+    from bert_jax.tools.preflight import slice_shape
 
-    cores = topology.chips // topology.slices * KINDS[topology.kind].cores
+    cores = topology.chips // topology.slices * topology.chip.cores
     if slice_shape(topology.kind, cores) == topology.shape:
         return [f"--accelerator-type={kind}-{cores}"]
     return [f"--type={kind}", f"--topology={'x'.join(map(str, topology.shape))}"]
@@ -305,7 +301,7 @@ def gke(
     slices = machines = 1
     _check_accelerator("gke", job, accelerator)
     if accelerator:
-        topology = _topology(accelerator, _GKE_TPUS)
+        topology = _topology(accelerator)
         chips, slices = topology.chips // topology.slices, topology.slices
         on_a_machine = min(chips, _CHIPS_PER_VM)
         machines = chips // on_a_machine
@@ -314,7 +310,7 @@ def gke(
         # The nodes of a slice may become available long after those of another.
         variables.setdefault("BERT_JAX_JOIN_SECONDS", "3600")
         nodes = {
-            "cloud.google.com/gke-tpu-accelerator": _GKE_TPUS[topology.kind],
+            "cloud.google.com/gke-tpu-accelerator": topology.chip.gke,
             "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.shape)),
         }
         resources = {"limits": {"google.com/tpu": on_a_machine}}
@@ -426,9 +422,9 @@ def sky(
     if accelerator:
         resources["accelerators"] = accelerator
     if is_tpu:  # SkyPilot's default runtime is wrong for some slices
-        topology = _topology(accelerator, _TPU_VMS)
+        topology = _topology(accelerator)
         _check_machines(job, accelerator, topology)
-        _, runtime = _TPU_VMS[topology.kind]
+        _, runtime = _tpu_vm(accelerator, topology)
         resources["accelerator_args"] = {"runtime_version": runtime}
     processes = ""
     if job.is_distributed:
