@@ -119,6 +119,7 @@ def scale_by_muon_and_adam(config: OptimConfig) -> optax.GradientTransformation:
     """Return Muon's directions for the encoder's matrices, and Adam's for all other parameters.
 
     The momentum of a matrix is orthogonalized by five Newton-Schulz iterations (Jordan et al. 2024).
+    Optax corrects its bias, which Jordan's code does not: it matters in the first steps only.
     """
 
     def labels(params):
@@ -200,16 +201,17 @@ def skip_update(state: Any) -> Any:
 
 
 def _depth(path: tuple, layers: int) -> int:
-    """Return a parameter's depth: 0 for embeddings, 1 to `layers`, and `layers` + 1 for heads."""
+    """Return a parameter's depth: 0 for embeddings, 1 to `layers`, and `layers` + 2 for heads."""
     name = "/".join(str(key.key) for key in path)
     match = re.match(r"encoder/layer_(\d+)/", name)
-    return int(match.group(1)) + 1 if match else 0 if name.startswith("embeddings/") else layers + 1
+    return int(match.group(1)) + 1 if match else 0 if name.startswith("embeddings/") else layers + 2
 
 
 def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
     """Return the learning-rate multiplier of each parameter; 0 if it is frozen.
 
-    Layer-wise decay follows ELECTRA (Clark et al., arXiv 2003.10555), and the scale by width muP
+    Layer-wise decay is that of ELECTRA's code (google-research/electra, `optimization.py`), in which
+    the last layer is two steps of decay below the heads, and the scale by width muP
     (`model.width`). With `config.model.features` or adapters (`config.model.lora`) the whole encoder
     is frozen, except for the adapters.
     """
@@ -225,7 +227,7 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
             return 0.0
         name = "/".join(str(key.key) for key in path)
         scale = width.scales(config.model, name)[1]
-        return scale * config.optim.layer_decay ** (layers + 1 - depth)
+        return scale * config.optim.layer_decay ** (layers + 2 - depth)
 
     return jax.tree_util.tree_map_with_path(factor, params)
 
@@ -274,14 +276,14 @@ def make_optimizer(run: TrainConfig) -> optax.GradientTransformation:
                 )
             )
         )
-    if run.model.lora.rank:
-        transforms = [skip_frozen(run, optax.chain(*transforms))]
+    if frozen or run.model.lora.rank:
+        transforms = [trainable_only(run, optax.chain(*transforms))]
     if config.average_decay:
         transforms.append(average_parameters(config.average_decay))
     return optax.chain(*transforms)
 
 
-def skip_frozen(
+def trainable_only(
     config: TrainConfig, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """Return an optimizer of the trained parameters only: frozen ones have no state."""
