@@ -16,7 +16,7 @@ from bert_jax.tools.hlo import Collective
 from bert_jax.training import step as step_lib
 
 # A loop of 3 iterations with nested fusions, an asynchronous all-gather that appears twice, a
-# reduce-scatter as TPUs write it, a product as a convolution, arrays in VMEM (`S(1)`).
+# reduce-scatter as TPUs write it, a product as a convolution, arrays in VMEM (`S(1)`), a Pallas kernel.
 PROGRAM = """HloModule step, is_scheduled=true
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -63,6 +63,9 @@ PROGRAM = """HloModule step, is_scheduled=true
   %part = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} custom-call(), custom_call_target="AllocateBuffer"
   %started = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} fusion(%part), kind=kCustom, calls=%fused_gather
   %all-gather.3 = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} all-gather(%part), channel_id=5, replica_groups=[2,2]<=[4], dimensions={0}
+  %kernel = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} custom-call(), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+  "name": "attend"
+}}, metadata={op_name="attend/pallas_call"}
   %next = bf16[16,64]{1,0:T(8,128)(2,1)} fusion(%w, %i, %h), kind=kOutput, calls=%fused_product
   %j = s32[]{:S(6)} add(%i, %one)
   ROOT %out = (s32[], bf16[16,64]{1,0}, bf16[3,64,64]{2,1,0}) tuple(%j, %next, %w)
@@ -106,6 +109,11 @@ def test_hlo_counts_include_loop_iterations():
     assert gathered.groups.tolist() == [[0, 1], [2, 3]]
     assert gathered.sent_bytes == 3 * 64 * 64 * 2 / 2
     assert (scattered.bytes, scattered.times, scattered.sent_bytes) == (256 * 256, 1, 256 * 128)
+
+
+def test_text_that_is_no_program_is_an_error():
+    with pytest.raises(ValueError, match="ends in the computation main"):
+        hlo.read(PROGRAM.rstrip().removesuffix("}"))
 
 
 @pytest.mark.parametrize(
@@ -412,6 +420,15 @@ def test_compiled_flops_match_the_formula(compiled):
     assert flops["compiled"] == pytest.approx(flops["formula"] + 2 * 2 * selected, rel=1e-6)
     # XLA's cost analysis counts the body of the layer loop once.
     assert flops["cost_analysis"] < 0.8 * flops["compiled"]
+
+
+@pytest.mark.tpu
+def test_flops_are_read_from_an_unrolled_program_with_a_kernel():
+    config = small_config(attention="splash", attention_dropout=0.0, dtype="bfloat16")
+    report = preflight.preflight(config, preflight.parse_topology("v5e:1x1"))
+    flops = report["phases"][0]["flops"]
+    selected = 64 * (128 + 19) * 128 * 128
+    assert flops["compiled"] == pytest.approx(flops["formula"] + 2 * 2 * selected, rel=0.01)
 
 
 @pytest.mark.tpu

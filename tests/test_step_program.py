@@ -6,6 +6,7 @@ matter only on an accelerator.
 
 import dataclasses
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import ACTIVATIONS, gather_rows, one_hot_gather
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
+from bert_jax.tools import preflight
 from bert_jax.training import step as step_lib
 
 VOCAB = 640
@@ -161,6 +163,18 @@ def test_gradients_of_parameters_are_accumulated_in_float32():
             assert after.dtype != jnp.bfloat16, e
         elif e.primitive.name == "convert_element_type" and before.dtype == jnp.bfloat16:
             assert after.shape not in shapes, e
+
+
+@pytest.mark.tpu
+def test_gradients_are_added_in_float32_by_the_program_for_tpus():
+    devices = preflight.tpu_devices(preflight.parse_topology("v5e:2x2"))
+    mesh = sharding.make_mesh(MeshConfig(), list(devices))
+    config, phase = small_phase(dtype="bfloat16")
+    _, state = step_lib.initial_state(config, phase, mesh)
+    text = step_lib.compile_step(config, phase, mesh, state).as_text()
+    results = re.findall(r"= (\(?\w+)\[.* (reduce|all-reduce|reduce-scatter)\(", text)
+    assert {kind for _, kind in results} >= {"reduce", "all-reduce"}
+    assert not [kind for dtype, kind in results if "bf16" in dtype]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ _MOVES = _FREE | {
 }  # fmt: skip
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_END = re.compile(r"^\}(, [\w=\"]+)*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _CALLED = re.compile(
@@ -133,17 +134,24 @@ class _Reader:
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
-        current: dict[str, Instruction] | None = None
+        lines: list[str] | None = None  # of the instructions of a computation
+        name = ""
         for line in text.splitlines():
-            if current is None:
+            if lines is None:
                 if head := _COMPUTATION.match(line):
-                    current = self.computations[head.group(2)] = {}
-                    self.entry = head.group(2) if head.group(1) else self.entry
-            elif line.startswith("}"):
-                current = None
-            elif match := _INSTRUCTION.match(line):
-                instruction = _instruction(match.group(2), match.group(3), bool(match.group(1)))
-                current[instruction.name] = instruction
+                    name, lines = head.group(2), []
+                    self.entry = name if head.group(1) else self.entry
+            elif _END.match(line):
+                self.computations[name] = {i.name: i for i in map(_instruction, lines)}
+                lines = None
+            elif _INSTRUCTION.match(line):
+                lines.append(line)
+            elif lines:  # attributes of a Pallas kernel contain line breaks
+                lines[-1] += line
+            else:
+                raise ValueError(f"this line of a program is no instruction: {line[:80]}")
+        if lines is not None:
+            raise ValueError(f"the text of a program ends in the computation {name}")
 
     def program(self) -> Program:
         entry = self.computations[self.entry].values()
@@ -323,13 +331,14 @@ class _Reader:
         )
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+def _instruction(line: str) -> Instruction:
+    is_root, name, rest = _INSTRUCTION.findall(line)[0]
     # A type (an array, or a tuple of types in parentheses), then op(operands), attributes.
     kind, rest = _split(rest, " ")
     op, _, rest = rest.partition("(")
     shapes = tuple(_shape(*array) for array in _ARRAY.findall(kind))
     operands = tuple(re.findall(r"%([\w.\-]+)", _split(rest, ")")[0]))
-    return Instruction(name, op, shapes, operands, rest, is_root)
+    return Instruction(name, op, shapes, operands, rest, bool(is_root))
 
 
 def _split(text: str, end: str) -> tuple[str, str]:

@@ -439,7 +439,19 @@ def _phase(
             "arguments": arguments,
         }
         memory["total"] = arguments + new + memory["temporaries"] + memory["program"]
-        flops["compiled"] = computed = program.matrix_flops
+        # A Pallas kernel's products are not in the program's text.
+        kernel_flops = 0.0
+        if model.attention in attention.KERNELS:
+            kernel_flops = 12.0 * model.layers * phase.tokens**2 * model.hidden
+            kernel_flops *= phase.batch_size / topology.devices
+        flops["compiled"] = computed = program.matrix_flops + kernel_flops
+        if program.matrix_flops < (formula_flops - kernel_flops) / 2:
+            raise NotCompiled(
+                f"{topology.name}: the program that libtpu compiled has {program.matrix_flops:.3g} FLOPs "
+                f"besides attention, by formula the step has {formula_flops - kernel_flops:.3g}: this "
+                "version of bert_jax cannot read the text of libtpu's programs; use the versions of JAX "
+                "and libtpu that it was tested with"
+            )
         flops["cost_analysis"] = (compiled.cost_analysis() or {}).get("flops")
         collectives, traffic = program.collectives, program.traffic_bytes
     else:
