@@ -68,7 +68,7 @@ class Retrieval:
     Attributes:
         queries, documents: texts by identifier.
         relevant: for each query, grades above 0 of its relevant documents, by their index. A document
-            with the identifier of the query is not ranked, as in BEIR.
+            with the identifier of the query is ranked only if it is relevant. (BEIR never ranks it.)
         best_by: the metric that selects the best checkpoint.
     """
 
@@ -103,15 +103,17 @@ class Retrieval:
         count, ranking = min(RANKED, len(documents)), []
         indices = {name: i for i, name in enumerate(self.documents)}
         same = [indices.get(name, -1) for name in self.queries]
+        same = [-1 if i in grades else i for i, grades in zip(same, self.relevant, strict=True)]
         size = max(_CHUNK_SCORES // len(documents), 1)
         for start in range(0, len(queries), size):
             scores = queries[start : start + size] @ documents.T
             for row, excluded in zip(scores, same[start : start + size], strict=True):
                 if excluded >= 0:
                     row[excluded] = -np.inf
-                nearest = np.sort(np.argpartition(-row, count - 1)[:count])
-                nearest = nearest[np.argsort(-row[nearest], kind="stable")]
-                nearest = nearest[np.isfinite(row[nearest])]
+                least = np.partition(row, -count)[-count]
+                nearest = np.flatnonzero((row >= least) & np.isfinite(row))
+                # Documents of equal score are ranked by their index.
+                nearest = nearest[np.argsort(-row[nearest], kind="stable")][:count]
                 ranking.append((nearest, row[nearest]))
         return ranking
 
@@ -192,13 +194,15 @@ def read_beir(folder: pathlib.Path, qrels: Sequence[str] = ("test",)) -> Retriev
         if document not in indices:
             raise UserError(f"{where}: {corpus.name} has no document {document!r}")
         grade = read_number(where, fields["score"])
+        relevant = grades.setdefault(query, {})
         if grade > 0:
-            grades.setdefault(query, {})[indices[document]] = grade
+            relevant[indices[document]] = grade
     texts = _texts(queries)
     for name in grades:
         if name not in texts:
             raise UserError(f"{judged}: {queries.name} has no query {name!r}")
-    names = _not_empty([name for name in texts if name in grades], judged)
+    _not_empty(filter(None, grades.values()), judged)
+    names = [name for name in texts if name in grades]
     return Retrieval({name: texts[name] for name in names}, documents, [grades[n] for n in names])
 
 
@@ -213,17 +217,18 @@ def _find(folder: pathlib.Path, names: Iterable[str]) -> pathlib.Path:
 
 def _texts(path: pathlib.Path) -> dict[str, str]:
     texts = {}
-    for where, fields in tables.read(path, ["_id", "text"], optional=["title"], empty=True):
+    for where, fields in tables.read(path, ["text"], ["_id"], optional=["title"], empty=True):
         name, title = fields["_id"], fields.get("title") or ""
-        if not name or name in texts or len(name.split()) > 1:
+        name = str(name) if type(name) is int else name
+        if not isinstance(name, str) or not name or name in texts or len(name.split()) > 1:
             raise UserError(
-                f"{where}: {name!r} is not an identifier: each line needs its own, without spaces"
+                f"{where}: {name!r} is not an identifier: each line needs its own, a text without spaces or a whole number"
             )
         texts[name] = f"{title} {fields['text']}".strip()
     return texts
 
 
-def _not_empty(items: Iterable[str], path: pathlib.Path) -> list[str]:
+def _not_empty(items: Iterable[Any], path: pathlib.Path) -> list[Any]:
     items = list(items)
     if not items:
         raise UserError(f"{path}: it has no rows to evaluate on; add at least one")

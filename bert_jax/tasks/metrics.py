@@ -57,7 +57,8 @@ def retrieval(
 
     Args:
         ranked: for each query the documents, best first; the first 100 suffice.
-        relevant: for each query the grades, above 0, of at least one document.
+        relevant: for each query the grades, above 0, of its relevant documents. All metrics of a query
+            without any are 0, as in trec_eval.
     """
     names = ["ndcg_at_10", "mrr_at_10", "recall_at_1", "recall_at_10", "recall_at_100"]
     discounts = 1 / np.log2(np.arange(2, 12))
@@ -68,9 +69,9 @@ def retrieval(
         first = np.flatnonzero(gains[:10])[:1]
         rows.append(
             [
-                gains[:10] @ discounts[: len(gains[:10])] / (ideal @ discounts[: len(ideal)]),
+                gains[:10] @ discounts[: len(gains[:10])] / (ideal @ discounts[: len(ideal)] or 1),
                 1 / (first[0] + 1) if len(first) else 0.0,
-                *(np.count_nonzero(gains[:k]) / len(grades) for k in (1, 10, 100)),
+                *(np.count_nonzero(gains[:k]) / max(len(grades), 1) for k in (1, 10, 100)),
             ]
         )
     return dict(zip(names, np.mean(rows, 0).tolist(), strict=True))

@@ -3,6 +3,7 @@
 A question with n choices becomes n sequences `[CLS] context [SEP] choice [SEP]`, each with a score.
 """
 
+import contextlib
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from bert_jax.tasks.tables import (
     find_files,
     get_label,
     probabilities,
+    read_number,
     requires_labels,
     table_files,
     write_table,
@@ -105,14 +107,10 @@ class MultipleChoice:
     def _choice_index(self, value: object, where: str) -> int:
         if value in self.choices:
             return self.choices.index(value)
-        try:
-            if not isinstance(value, str | int | float):
-                value = -1
-            index = int(value)
-            if 0 <= index < len(self.choices) and index == float(value):
-                return index
-        except (ValueError, OverflowError):  # JSON may contain Infinity
-            pass
+        with contextlib.suppress(UserError):
+            index = read_number(where, value)
+            if index in range(len(self.choices)):
+                return int(index)
         raise UserError(
             f"{where}: {value!r} is not a choice: it must be 0 to {len(self.choices) - 1} or one "
             f"of {', '.join(self.choices)[:200]}"

@@ -4,8 +4,10 @@ Sequences are BERT's (Devlin et al., section 4.1): `[CLS] a [SEP]` or `[CLS] a [
 """
 
 import collections
+import contextlib
 import math
 import pathlib
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -372,13 +374,16 @@ def _label_order(names: Iterable[str]) -> Any:
     return str
 
 
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
 def read_number(where: str, value: Any, advice: str = "correct it") -> float:
-    """Return a finite number of a table, which may be text."""
-    try:
-        if isinstance(value, str | int | float) and math.isfinite(float(value)):
-            return float(value)
-    except (ValueError, OverflowError):  # JSON integers can exceed the range of float
-        pass
+    """Return a finite number of a table, which may be text; Python's `1_5` is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number or (isinstance(value, str) and _NUMBER.fullmatch(value.strip())):
+        with contextlib.suppress(OverflowError):  # JSON integers can exceed the range of float
+            if math.isfinite(number := float(value)):
+                return number
     raise UserError(f"{where}: {value!r} is not a number: {advice}")
 
 
