@@ -56,6 +56,7 @@ from bert_jax.training.tracing import StepTracer, Summarize
 STEPS_AHEAD = 2
 
 
+@device.one_line_memory_errors()
 def train(
     config: TrainConfig,
     vocabulary: Vocabulary,

@@ -207,6 +207,21 @@ def has_deterministic_kernels() -> bool:
     return bool(values) and values[-1].partition("=")[2].lower() in ("", "true", "1")
 
 
+@contextlib.contextmanager
+def one_line_memory_errors() -> Iterator[None]:
+    """Turn JAX's error that the memory of a device is exhausted into a `UserError`."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"the memory of a device is exhausted ({' '.join(str(error).split())[:200]}): raise "
+            "config.accumulation, set config.model.remat, or lower config.batch_size; `bert-jax preflight` "
+            "says what fits"
+        ) from error
+
+
 def check_deterministic(config: TrainConfig, platform: str) -> None:
     """Check that deterministic kernels are enabled on a GPU if `config.deterministic` is true."""
     if platform == "gpu" and config.deterministic and not has_deterministic_kernels():
