@@ -14,6 +14,8 @@ from bert_jax.tools.sweep.points import Point, Sweep, call, ordered
 from bert_jax.tools.sweep.results import lines_of
 from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 
+_RERUN_OF = "rerun_of"  # attribute of a trial: the number of the interrupted one
+
 
 class Search:
     """Optuna's trials as points; the study is stored next to the sweep, in study.journal.
@@ -57,19 +59,24 @@ class Search:
             direction="minimize" if self._objective.startswith("-") else "maximize",
             load_if_exists=True,
         )
-        # Seed with the number of trials, so that a resumed search does not repeat its draws.
-        self._study.sampler = optuna.samplers.TPESampler(seed=len(self._study.trials))
+        # Seed with the number of trials, so that a resumed search does not repeat its draws. The liar
+        # keeps trials that run at the same time apart.
+        self._study.sampler = optuna.samplers.TPESampler(
+            seed=len(self._study.trials), constant_liar=jobs > 1
+        )
         # Enqueue trials of a killed sweep again with the same values, so that their points resume.
         for trial in self._study.get_trials(states=(self._states.RUNNING,)):
             self._study.tell(trial.number, state=self._states.FAIL)
-            self._study.enqueue_trial(trial.params)
+            self._study.enqueue_trial(trial.params, user_attrs={_RERUN_OF: trial.number})
         self._open: dict[str, Any] = {}
 
     @property
     def wants_more(self) -> bool:
         """Whether more trials are to be run."""
         complete, failed = self._count(self._states.COMPLETE), self._count(self._states.FAIL)
-        return complete < self._trials and complete + failed < 3 * self._trials
+        # Interrupted trials, which were told to the study as failed and are run again.
+        interrupted = sum(_RERUN_OF in trial.user_attrs for trial in self._study.trials)
+        return complete < self._trials and complete + failed - interrupted < 3 * self._trials
 
     def _count(self, state: Any) -> int:
         return len(self._study.get_trials(states=(state,), deepcopy=False))
