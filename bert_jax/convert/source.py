@@ -77,7 +77,8 @@ class Imported(NamedTuple):
         vocabulary: the vocabulary.
         params: parameters as NumPy arrays.
         about: provenance: source, format, official (name of the known release with these weights,
-            or None), vocabulary (likewise), sha256 (by file), left_out (names of tensors).
+            or None), vocabulary (likewise), sha256 (by file), left_out (names of tensors),
+            guessed_case (whether no file says if texts are lowercased).
     """
 
     config: TrainConfig
@@ -236,6 +237,10 @@ def read(
         "vocabulary": _OFFICIAL.get(vocabulary.sha256),
         "sha256": sums,
         "left_out": left_out + unexpected,
+        "guessed_case": lowercase is None
+        and vocabulary_file is not None
+        and vocabulary_file.name == "vocab.txt"
+        and not (folder / "tokenizer_config.json").is_file(),
     }
     return Imported(config, vocabulary, params, about)
 
@@ -258,6 +263,10 @@ def describe(imported: Imported) -> str:
         f"  {case} vocabulary of {len(vocabulary):,}{known_vocabulary}",
         f"  with {', '.join(parts) or 'the encoder only'}",
     ]
+    if about["guessed_case"] and not vocabulary.lowercase:
+        lines.append(
+            "  cased because the vocabulary is; AutoTokenizer lowercases without a tokenizer_config.json"
+        )
     if about["left_out"]:
         lines.append(f"  ignored: {huggingface.shorten(about['left_out'])}")
     return "\n".join(lines)
