@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from bert_jax.config.schema import Config
@@ -154,3 +155,8 @@ def test_gpu_run_without_the_deterministic_flag_is_rejected(monkeypatch, flags, 
     expected = pytest.raises(UserError, match="XLA_FLAGS") if refused else contextlib.nullcontext()
     with expected:
         device.check_deterministic(Config(), "gpu")
+
+
+def test_exhausted_memory_is_a_one_line_error():
+    with pytest.raises(UserError, match=r"config\.accumulation"), device.one_line_memory_errors():
+        jnp.ones((1 << 22, 1 << 22))

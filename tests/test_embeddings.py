@@ -130,6 +130,24 @@ def test_beir_folder_is_read_and_predictions_written(tmp_path):
     assert embeddings.read(tmp_path / "b", STS, PAIR, ("dev", "test")).texts[0] == "the"
 
 
+def test_relevant_documents_are_ranked_whatever_their_identifier(tmp_path):
+    """As by trec_eval: the document of the query's name, whole numbers as names, grades of 0, ties."""
+    folder = beir(
+        tmp_path / "b",
+        {
+            "corpus.jsonl": "".join(f'{{"_id": {i}, "text": "t{i}"}}\n' for i in range(4)),
+            "queries.jsonl": '{"_id": 2, "text": "a"}\n{"_id": "3", "text": "b"}\n',
+            "qrels/test.tsv": f"{QRELS}2\t2\t1\n3\t1\t0\n",
+        },
+    )
+    data = embeddings.read(folder, STS, PAIR)
+    assert data.relevant == [{2: 1.0}, {}]
+    ranked = [documents.tolist() for documents, _ in data.rank(np.ones((6, 2), np.float32))]
+    assert ranked == [[0, 1, 2, 3], [0, 1, 2]]
+    scores = data.score(np.ones((6, 2), np.float32))
+    assert (scores["mrr_at_10"], scores["recall_at_10"]) == (1 / 3 / 2, 1 / 2)
+
+
 def test_table_type_is_inferred_from_columns(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("sentence1,sentence2,score,genre\na,b,4.5,x\nc,a,0,y\n")
@@ -149,6 +167,7 @@ def test_table_type_is_inferred_from_columns(tmp_path):
         ("a,b\nx,y\n", "it has: a, b"),
         ("anchor,positive\n", "no rows"),
         ("sentence1,sentence2,score\nx,y,good\n", "t.csv:2: 'good'"),
+        ("sentence1,sentence2,score\nx,y,1_5\n", "t.csv:2: '1_5'"),
         ("sentence1,sentence2,score\nx,,1\n", "t.csv:2: 'sentence2'"),
     ],
 )

@@ -118,6 +118,16 @@ def test_trial_of_a_killed_search_is_retried(make_point, tmp_path):
     assert [line["facts"]["length"] for line in results][1:] == [length]
 
 
+def test_interrupted_trials_do_not_end_a_search(make_point, tmp_path):
+    module = Objective(make_point)
+    for _ in range(3):
+        run_sweep([], tmp_path, module=module, trials=1)
+        for _ in range(5):
+            study_of(tmp_path).ask().suggest_int("length", 1, 9)
+    _, results = run_sweep([], tmp_path, module=module, trials=2)
+    assert len(results) == 2
+
+
 def test_search_without_get_trial_is_rejected(make_point, tmp_path):
     with pytest.raises(UserError, match="get_trial"):
         run_sweep([], tmp_path, trials=1)
