@@ -313,7 +313,7 @@ def test_weight_decay_sharding_and_lr_of_norms_and_gates():
     assert specs[f"{layer}/gate/kernel"] == specs[f"{layer}/intermediate/kernel"]
     config = Config(model=make_config(**LLAMA), optim=OptimConfig(layer_decay=0.5))
     factors = flat(optim.learning_rate_multipliers(config, params))
-    assert factors[f"{layer}/gate/kernel"] == 0.5
+    assert factors[f"{layer}/gate/kernel"] == 0.25
     assert factors["encoder/norm/scale"] == 1
 
 

@@ -15,9 +15,9 @@ from bert_jax.config.schema import Config, ModelConfig, OptimConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
-from bert_jax.model.bert import Bert, init_params
+from bert_jax.model.bert import Bert, flatten, init_params
 from bert_jax.model.dropout import dropout
-from bert_jax.model.flops import parameter_count
+from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.model.layers import norm_layer, padded_vocab_size
 from bert_jax.model.lstm import BiLSTM
 from bert_jax.training import optim
@@ -385,3 +385,19 @@ def test_initial_parameters_equal_flax_init(changes):
     )
     assert flat(together).keys() == flat(drawn_alone).keys()
     jax.tree.map(np.testing.assert_array_equal, together, drawn_alone)
+
+
+def test_flops_are_six_per_kernel_parameter_and_token_and_those_of_attention():
+    config = make_config(vocab_size=1000)
+    sizes = {path: x.size for path, x in flatten(shapes(config)).items()}
+
+    def kernels(part):
+        return sum(n for path, n in sizes.items() if path.startswith(part) and "kernel" in path)
+
+    tokens, sequences, predictions = 48, 3, 7
+    encoder = tokens * kernels("encoder") + 2 * config.layers * tokens**2 * config.hidden
+    masked_lm = predictions * (kernels("masked_lm") + config.vocab_size * config.hidden)
+    expected = 6 * (
+        encoder + masked_lm + sequences * (kernels("pooler") + kernels("next_sentence"))
+    )
+    assert flops_per_row(config, tokens, sequences, predictions) == expected

@@ -263,7 +263,7 @@ def describe(imported: Imported) -> str:
         f"  {case} vocabulary of {len(vocabulary):,}{known_vocabulary}",
         f"  with {', '.join(parts) or 'the encoder only'}",
     ]
-    if about["guessed_case"] and not vocabulary.lowercase:
+    if about.get("guessed_case") and not vocabulary.lowercase:
         lines.append(
             "  cased because the vocabulary is; AutoTokenizer lowercases without a tokenizer_config.json"
         )

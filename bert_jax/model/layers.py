@@ -124,8 +124,8 @@ def _sum_rows(
 def _affine(
     num_axes: int,
     x: Float[Array, "..."],
-    kernel: Float[Array, "..."],
-    bias: Float[Array, "..."] | None,
+    kernel: Float[Array | np.ndarray, "..."],
+    bias: Float[Array | np.ndarray, "..."] | None,
 ) -> Float[Array, "..."]:
     """Contract the last axes of x with the first axes of the kernel, and add the bias, in x's dtype.
 

@@ -49,7 +49,7 @@ def regression(
 
 
 def retrieval(
-    ranked: Sequence[Int[np.ndarray, " n"]], relevant: Sequence[Mapping[int, float]]
+    ranked: Sequence[Int[np.ndarray, " _"]], relevant: Sequence[Mapping[int, float]]
 ) -> dict[str, float]:
     """Return means over queries: nDCG and reciprocal rank at 10, recall at 1, 10 and 100.
 
