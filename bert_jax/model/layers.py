@@ -289,7 +289,7 @@ class Dense(nn.Module):
         a = self.param("lora_a", draw, (*width, rank), jnp.float32)
         b = self.param("lora_b", nn.initializers.zeros, b_shape, jnp.float32)
         x = dropout(x, self.lora.dropout, self.make_rng("lora") if self.has_rng("lora") else None)
-        update = _affine(1, _affine(self.num_axes, x, a, None), b, None)
+        update: Any = _affine(1, _affine(self.num_axes, x, a, None), b, None)
         return y + update * (self.lora.alpha / rank)
 
 
