@@ -537,6 +537,23 @@ def test_settings_that_contradict_the_checkpoint_are_refused(start, config, keys
         finetuning.model_config(config, model_config(SEQUENCE, **start), SEQUENCE, keys)
 
 
+@pytest.mark.parametrize(
+    ("start", "config", "expected"),
+    [
+        ({"family": "electra"}, {}, "gelu"),
+        ({"family": "electra"}, {"pooler_activation": "relu"}, "relu"),
+        ({"family": "electra", "next_sentence": True}, {}, "tanh"),  # it has a pooler
+        ({}, {}, "tanh"),
+    ],
+)
+def test_new_pooler_has_the_activation_of_the_family(start, config, expected):
+    start = model_config(SEQUENCE, head="", labels=(), **start)
+    config = FinetuneConfig(model=ModelConfig(**config))
+    model = finetuning.model_config(config, start, SEQUENCE)
+    assert model.pooler_activation == expected
+    assert not (model.next_sentence or model.masked_lm)
+
+
 def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
     best = {"best_by": "f1", "highest": True, "since": 0}
     config, scores = FinetuneConfig(patience=2), [1.0, 3.0, 2.0, 3.0, 4.0]
