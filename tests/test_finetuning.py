@@ -551,7 +551,8 @@ def test_new_pooler_has_the_activation_of_the_family(start, config, expected):
     config = FinetuneConfig(model=ModelConfig(**config))
     model = finetuning.model_config(config, start, SEQUENCE)
     assert model.pooler_activation == expected
-    assert not (model.next_sentence or model.masked_lm)
+    assert not model.next_sentence
+    assert not model.masked_lm
 
 
 def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
