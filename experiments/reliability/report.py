@@ -112,6 +112,7 @@ def mutations(lines):
     """Return counts by package, and the mutants that survived all tests."""
     if not lines:
         return ["not run"]
+    lines = [line for line in lines if "by" in line]
     survived = [line for line in lines if not line["by"]]
     packages, survivors = (
         collections.Counter(line["module"].rpartition(".")[0] or "(root)" for line in some)

@@ -336,7 +336,7 @@ def reliability() -> Iterator[Row]:
         ("mutations", "mutants killed by tests"),
     ):
         if (EXPERIMENTS / "reliability" / f"{name}.jsonl").exists():
-            lines = read(f"reliability/{name}.jsonl")
+            lines = [x for x in read(f"reliability/{name}.jsonl") if "by" in x or name == "attacks"]
             good = sum(line.get("by", "") is not None for line in lines)
             ours = f"{good} of {len(lines)}"
             command = f"python experiments/reliability/{name}.py"
