@@ -154,8 +154,8 @@ class Embeddings(nn.Module):
         # addition in bfloat16. The two small tables avoid scatters altogether.
         x = gather_rows(jnp.asarray(self.word.embedding), tokens)
         if c.position_kind == "learned":
-            positions = jnp.asarray(self.position.embedding[: tokens.shape[1]], c.dtype)
-            x += one_hot_gather(positions, layout.position_ids).astype(x.dtype)
+            positions = self.position.embedding[: tokens.shape[1]]
+            x += one_hot_gather(positions, layout.position_ids, c.dtype).astype(x.dtype)
         if c.segments:
             segments = jnp.asarray(self.segment.embedding)
             if c.segments == 1:

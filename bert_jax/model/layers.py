@@ -58,17 +58,20 @@ ACTIVATIONS = {
 
 
 def one_hot_gather(
-    table: Float[Array, "... n D"], index: Int[Array, "... m"]
+    table: Float[Array | np.ndarray, "... n D"], index: Int[Array, "... m"], dtype: Any = None
 ) -> Float[Array, "... m D"]:
     """Gather rows of a small table by multiplying with a one-hot matrix; exact in every dtype.
 
     The gradient is a matrix product too. The gradient of indexing is a scatter-add, which GPUs
-    serialize where many indices are equal, in a nondeterministic order.
+    serialize where many indices are equal, in a nondeterministic order. Of a table with two axes, a
+    parameter, the gradient is accumulated in the table's dtype, whatever that of the rows.
     """
-    # By default, accelerators round the float32 operands of a matrix product.
-    precision = jax.lax.Precision.HIGHEST if table.dtype == jnp.float32 else None
     with jax.named_scope("select"):
-        one_hot = jax.nn.one_hot(index, table.shape[-2], dtype=table.dtype)
+        one_hot = jax.nn.one_hot(index, table.shape[-2], dtype=dtype or table.dtype)
+        if table.ndim == 2 and one_hot.dtype != jnp.float32:
+            return _affine(1, one_hot, table, None)
+        # By default, accelerators round the float32 operands of a matrix product.
+        precision = jax.lax.Precision.HIGHEST if one_hot.dtype == jnp.float32 else None
         return jnp.einsum("...mn,...nd->...md", one_hot, table, precision=precision)
 
 
