@@ -38,7 +38,7 @@ _DERIVED = {
 }
 
 
-# An installed package contains the configs, a checkout has them beside it.
+# An installed package contains the configs; in a checkout they are at the top level.
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _FOLDER = next(x for x in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if x.is_dir())
 NAMES = sorted(path.stem for path in _FOLDER.glob("[!_]*.py"))

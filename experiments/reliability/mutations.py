@@ -69,7 +69,7 @@ def replacement(node: ast.AST) -> tuple[ast.AST, str] | None:
 def candidates(module: str) -> list[dict[str, str]]:
     """Return the single-line mutants of a module, without those of annotations and messages."""
     text = (ROOT / path_of(module)).read_text()
-    lines, found = text.splitlines(), []
+    lines, mutants = text.splitlines(), []
 
     def visit(node):
         if isinstance(node, ast.Raise | ast.JoinedStr):
@@ -79,7 +79,7 @@ def candidates(module: str) -> list[dict[str, str]]:
             line = lines[part.lineno - 1]
             if part.lineno == part.end_lineno and line.isascii() and text.count(line) == 1:
                 mutated = line[: part.col_offset] + new + line[part.end_col_offset :]
-                found.append({"module": module, "old": line, "new": mutated})
+                mutants.append({"module": module, "old": line, "new": mutated})
         for name, value in ast.iter_fields(node):
             if name not in ("annotation", "returns", "decorator_list"):
                 for child in value if isinstance(value, list) else [value]:
@@ -87,7 +87,7 @@ def candidates(module: str) -> list[dict[str, str]]:
                         visit(child)
 
     visit(ast.parse(text))
-    return found
+    return mutants
 
 
 def draw(number: int, seed: int, known: set[str]) -> list[dict[str, str]]:
@@ -110,6 +110,8 @@ def tests_of(mutant: dict, coverage: str) -> list[list[str]]:
     """Return lists of tests to run one after the other: that which failed before, or by coverage."""
     if mutant.get("by"):
         return [[mutant["by"]]]
+    if not os.path.exists(coverage):
+        raise SystemExit(f"{mutant['module']}: no test is known, and {coverage} does not exist")
     from coverage import CoverageData
 
     data = CoverageData(coverage)
@@ -128,9 +130,8 @@ def run(mutant: dict, coverage: str) -> dict:
     """Return a mutant with its result: the test that notices it, or None."""
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
-        for name in ("bert_jax", "configs", "experiments", "launch", "tests", "pyproject.toml"):
-            source = ROOT / name
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+        ignored = shutil.ignore_patterns(".*", "build")
+        shutil.copytree(ROOT, copy, dirs_exist_ok=True, ignore=ignored)
         path = copy / path_of(mutant["module"])
         path.write_text(path.read_text().replace(mutant["old"], mutant["new"]))
         for tests in tests_of(mutant, coverage):

@@ -74,7 +74,7 @@ class Search:
     def wants_more(self) -> bool:
         """Whether more trials are to be run."""
         complete, failed = self._count(self._states.COMPLETE), self._count(self._states.FAIL)
-        # Interrupted trials, which were told to the study as failed and are run again.
+        # Interrupted trials are stored as failed ones, and run again.
         interrupted = sum(_RERUN_OF in trial.user_attrs for trial in self._study.trials)
         return complete < self._trials and complete + failed - interrupted < 3 * self._trials
 
