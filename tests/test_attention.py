@@ -244,11 +244,11 @@ def test_unsupported_kernel_settings_are_rejected(name):
 
 
 def test_auto_is_not_cudnn_when_jax_started_with_deterministic_kernels(monkeypatch):
-    """As after `bert_jax.load`: the config cannot change the flag any more."""
+    """The config cannot change the flag any more."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-    assert choose(run_config(), "gpu", 1).implementation == "xla"
+    assert choose(run_config(), "gpu", 1, 512).implementation == "xla"
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
-    assert choose(run_config(), "gpu", 1).implementation == "cudnn"
+    assert choose(run_config(), "gpu", 1, 512).implementation == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -271,15 +271,31 @@ def test_auto_selects_a_kernel_that_supports_the_config(platform, changes, imple
     config = run_config(**changes)
     assert config.model.attention == changes.get("attention", "auto")
     check(config, platform, 1)
-    choice = choose(config, platform, 1)
+    choice = choose(config, platform, 1, 512)
     assert choice.implementation == implementation
     assert reason in choice.reason
-    # Runs call `describe` after "auto" has been resolved.
+    # Fine-tuning calls `describe` after "auto" has been resolved.
     config.model.attention = implementation
     check(config, platform, 1)
-    line = describe(config, platform, 1)
+    line = describe(config, platform, 1, [512])
     assert line.startswith(f"attention: {implementation} (")
     assert reason in line or "attention" in changes
+
+
+def test_auto_depends_on_the_tokens_of_each_phase():
+    line = describe(run_config(), "tpu", 1, [8, 128, 512, 512])
+    assert line.startswith("attention: xla at T=8 and T=128 (")
+    assert "splash at T=512 (" in line
+    assert choose(run_config(attention="splash"), "tpu", 1, 8).implementation == "splash"
+    phases = [PhaseConfig(tokens=8, fraction=0.5), PhaseConfig(tokens=512, fraction=0.5)]
+    config = Config(phases=tuple(phases), model=ModelConfig(attention_dropout=0.0))
+
+    def implementation(tokens):
+        return choose(config, "tpu", 1, tokens).implementation
+
+    phases = pretraining.abstract_phases(config, 1, implementation)[1]
+    used = [phase.objective.model.config.attention for phase in phases]
+    assert used == ["xla", "splash"]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -289,3 +305,9 @@ def test_kernel_with_dropout_or_alibi_raises_value_error(name):
         attention(*inputs, sequence, 0.1, jax.random.key(0), name)
     with pytest.raises(ValueError, match="ALiBi"):
         attention(*inputs, sequence, 0.0, None, name, alibi=True)
+
+
+def test_pallas_kernel_with_a_window_raises_value_error():
+    (*inputs, _), sequence = make_inputs(128)
+    with pytest.raises(ValueError, match="'pallas' has no window"):
+        attention(*inputs, sequence, 0.0, None, "pallas", interpret=True, reach=4)

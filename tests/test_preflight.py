@@ -109,6 +109,7 @@ def test_hlo_counts_include_loop_iterations():
     assert gathered.groups.tolist() == [[0, 1], [2, 3]]
     assert gathered.sent_bytes == 3 * 64 * 64 * 2 / 2
     assert (scattered.bytes, scattered.times, scattered.sent_bytes) == (256 * 256, 1, 256 * 128)
+    assert hlo.executed(PROGRAM)["kernel"] == {"attend/pallas_call": 0}  # it spans three lines
 
 
 def test_text_that_is_no_program_is_an_error():
@@ -319,7 +320,7 @@ def test_estimate_resolves_auto_attention(capsys):
     ):
         _, out, _ = run(capsys, *bfloat16, *changes)
         report = json.loads(out)
-        assert report["attention"]["implementation"] == name
+        assert report["attention"].startswith(f"attention: {name} ")
         temporaries.append(report["phases"][0]["memory"]["temporaries"])
     # 4 bytes per score and one for dropout's mask; kernels keep no scores.
     scores = 256 / 8 * 2 * 2 * 128**2

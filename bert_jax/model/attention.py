@@ -8,7 +8,7 @@ Shapes: B rows, T tokens a row, N heads, K head size.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -199,6 +199,8 @@ class Kernel(NamedTuple):
         head_sizes: supported head sizes K.
         block_tokens: T is padded to a multiple of it.
         is_local: whether it supports local attention (`reach`).
+        least_tokens: "auto" chooses it for rows of this T and more, for which it was measured (on an H100)
+            or compiled (for a TPU v5e) to be faster than "xla".
     """
 
     run: Callable[..., Any]
@@ -207,15 +209,16 @@ class Kernel(NamedTuple):
     head_sizes: range
     block_tokens: int
     is_local: bool
+    least_tokens: int
 
 
 KERNELS = {
     # cuDNN's fused attention (`jax.nn.dot_product_attention`).
-    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64, True),
+    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64, True, 128),
     # jax.experimental.pallas.ops.gpu.attention, through Triton.
-    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128, False),
+    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128, False, 128),
     # jax.experimental.pallas.ops.tpu.splash_attention, through Mosaic.
-    "splash": Kernel(_splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128, True),
+    "splash": Kernel(_splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128, True, 256),
 }
 
 
@@ -230,13 +233,14 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(config: TrainConfig, platform: str, tensor: int) -> Choice:
+def choose(config: TrainConfig, platform: str, tensor: int, tokens: int) -> Choice:
     """Resolve "auto" in `config.model.attention`.
 
     Args:
         config: config of the run.
         platform: platform of its devices: "cpu", "gpu" or "tpu".
         tensor: number of devices that heads are split over.
+        tokens: T.
 
     Returns:
         The configured implementation, or the one that "auto" resolves to.
@@ -250,22 +254,33 @@ def choose(config: TrainConfig, platform: str, tensor: int) -> Choice:
     reason = _unsupported_reason(name, config, tensor)
     if reason:
         return Choice("xla", f"not {name}: {reason}")
+    if tokens < KERNELS[name].least_tokens:
+        return Choice("xla", f"faster than {name} below T={KERNELS[name].least_tokens}")
     return Choice(name, f"fused kernel for {platform.upper()}, no T x T scores in memory")
 
 
-def resolve(config: TrainConfig) -> None:
-    """Replace "auto" in `config.model.attention` by the implementation for the local devices."""
+def resolve(config: TrainConfig, tokens: int) -> str:
+    """Return the implementation for rows of T tokens on the local devices."""
     tensor = sharding.mesh_sizes(config.mesh, jax.device_count())[-1]
-    config.model.attention = choose(config, jax.devices()[0].platform, tensor).implementation
+    return choose(config, jax.devices()[0].platform, tensor, tokens).implementation
 
 
-def describe(config: TrainConfig, platform: str, tensor: int) -> str:
-    """Return a line with the attention of a resolved config and the reason for it."""
-    model = dataclasses.replace(config.model, attention="auto")
-    choice = choose(dataclasses.replace(config, model=model), platform, tensor)
-    implementation = config.model.attention
-    reason = choice.reason if implementation == choice.implementation else "as configured"
-    return f"attention: {implementation} ({reason})"
+def describe(config: TrainConfig, platform: str, tensor: int, tokens: Sequence[int]) -> str:
+    """Return a line with the attention of a run for each T and the reason for it.
+
+    The config may be that of fine-tuning, in which "auto" was replaced.
+    """
+    auto = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="auto"))
+    sizes: dict[Choice, list[str]] = {}
+    for t in dict.fromkeys(tokens):
+        choice = choose(auto, platform, tensor, t)
+        if config.model.attention not in ("auto", choice.implementation):
+            choice = choose(config, platform, tensor, t)
+        sizes.setdefault(choice, []).append(f"T={t}")
+    return "attention: " + ", ".join(
+        f"{name}{' at ' + ' and '.join(of) if len(sizes) > 1 else ''} ({reason})"
+        for (name, reason), of in sizes.items()
+    )
 
 
 def check(config: TrainConfig, platform: str, tensor: int) -> None:

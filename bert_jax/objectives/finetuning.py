@@ -131,7 +131,6 @@ def prepare_run(
     config.model = model_config(config, start, dataset, keys)
     if config.task.kind == "pairs":
         config.embed = embed_config(config, source_embed, keys)
-    attention.resolve(config)
     mesh = sharding.make_mesh(config.mesh)
     all_seeds = range(config.seed, config.seed + seeds)
     config, data, plan, phase = make_phase(
@@ -355,6 +354,7 @@ def make_phase(
             f"config.profile_steps is {config.profile_steps!r}: from step {FIRST_STEPS} on, batches "
             f"have {len(plan.shapes)} row counts, each with its own program; profile earlier steps"
         )
+    config.model.attention = attention.resolve(config, plan.shape.tokens)
     objective = make_objective(config.model, dataset, split, plan, config.embed)
     if teacher:
         objective.distill(config.distill, teacher)

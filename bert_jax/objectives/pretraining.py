@@ -90,7 +90,6 @@ def make_phases(
             if isinstance(vocabulary, vocabularies.TokenizerVocabulary):
                 vocabulary = vocabulary.resized(manifest.vocab_size)
         config.model.vocab_size = manifest.vocab_size
-        attention.resolve(config)
         if config.distill.teacher and teacher is None:
             teacher = _open_teacher(config, vocabulary)
         data.append(_describe(manifest))
@@ -99,7 +98,10 @@ def make_phases(
         if objective is not None:
             data[-1]["objective"] = getattr(objective, "__qualname__", repr(objective))
         mask_id, continuation = vocabulary.mask_id, vocabulary.continuation()
-        phase = _phase(config, i, manifest.format, mask_id, continuation, objective, teacher)
+        implementation = attention.resolve(config, manifest.tokens)
+        phase = _phase(
+            config, i, manifest.format, implementation, mask_id, continuation, objective, teacher
+        )
         # Phases on the same rows, such as for a batch-size warm-up, continue their epoch.
         order = (train, phase.batch_size, config.seed)
         offset = rows_read[manifest.digest]
@@ -141,7 +143,9 @@ def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]]:
+def abstract_phases(
+    config: Config, sequences: int, implementation: Callable[[int], str] = lambda _: "xla"
+) -> tuple[Config, list[Phase]]:
     """Return phases of the shapes that `make_phases` would give, to compile on a machine without data.
 
     If a phase names rows, their manifest gives T, S and the vocabulary size.
@@ -149,6 +153,7 @@ def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]
     Args:
         config: validated config.
         sequences: S of the phases that name no rows.
+        implementation: maps T to the implementation of attention.
 
     Returns:
         The config with the vocabulary size filled in (`DEFAULT_VOCAB_SIZE` if unknown), and the
@@ -171,7 +176,9 @@ def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]
         default_format = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
         manifest = manifests[i]
         row_format = manifest.format if manifest else default_format
-        phases.append(_phase(config, i, row_format, 0, np.zeros(vocab_size, bool), None, teacher))
+        continuation = np.zeros(vocab_size, bool)
+        name = implementation(row_format.tokens)
+        phases.append(_phase(config, i, row_format, name, 0, continuation, None, teacher))
     return config, phases
 
 
@@ -186,12 +193,16 @@ def _phase(
     config: Config,
     i: int,
     row_format: rows.RowFormat,
+    implementation: str,
     mask_id: int,
     continuation: np.ndarray,
     objective: Callable[..., Objective] | None = None,
     teacher: distillation.Teacher | None = None,
 ) -> Phase:
-    """Return phase i, without batches."""
+    """Return phase i with an implementation of attention, without batches."""
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, attention=implementation)
+    )
     phase_config = config.phases[i]
     if objective is None and teacher:
         objective = distillation.objective(config, teacher)

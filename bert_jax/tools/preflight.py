@@ -344,16 +344,14 @@ def preflight(
     has_vocab_size = bool(config.model.vocab_size)
     sizes = sharding.mesh_sizes(config.mesh, topology.devices)
     platform = "tpu" if topology.is_tpu else "gpu"
-    choice = attention.choose(config, platform, sizes[-1])
     attention.check(config, platform, sizes[-1])
 
-    def with_attention(config: Config, name: str) -> Config:
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=name))
+    def implementation(tokens: int) -> str:
+        return attention.choose(config, platform, sizes[-1], tokens).implementation
 
     # GPU kernels cannot be traced without the GPU's libraries, and nothing is compiled for GPUs.
-    traced = choice.implementation if topology.is_tpu else "xla"
-    config, phases = pretraining.abstract_phases(with_attention(config, traced), sequences)
-    config = with_attention(config, choice.implementation)  # for the formulas
+    traced = [implementation] if topology.is_tpu else []
+    config, phases = pretraining.abstract_phases(config, sequences, *traced)
     if topology.is_tpu:
         devices = tpu_devices(topology)
         mesh = sharding.make_mesh(config.mesh, list(devices))
@@ -365,7 +363,9 @@ def preflight(
         sharding.check_batch(mesh, phase.batch_size, phase.accumulation, batch_size_key(config, i))
     entries, first_step = [], 0
     for i, (phase_config, phase) in enumerate(zip(config.phases, phases, strict=True)):
-        entry = _phase(config, i, phase, topology, mesh, sizes, device_locations)
+        model = dataclasses.replace(config.model, attention=implementation(phase.tokens))
+        resolved = dataclasses.replace(config, model=model)  # for the formulas
+        entry = _phase(resolved, i, phase, topology, mesh, sizes, device_locations)
         steps = phase.end_step - first_step
         entry |= {"steps": steps, "rows_from": phase_config.rows or None}
         for prefix, seconds in (
@@ -380,7 +380,9 @@ def preflight(
         "topology": topology.name,
         "chips": topology.chips,
         "devices": topology.devices,
-        "attention": choice._asdict(),
+        "attention": attention.describe(
+            config, platform, sizes[-1], [phase.tokens for phase in phases]
+        ),
         "device": topology.chip.device_kinds[0],
         "source": topology.chip.source,
         "mesh": dict(zip(sharding.AXES, sizes, strict=True)),
@@ -619,7 +621,7 @@ def describe(report: dict[str, Any]) -> str:
         f"{report['topology']}: {report['chips']:,} x {report['device']}"
         f"{f' of {per_chip} devices' if per_chip > 1 else ''}, mesh {mesh}; "
         f"{report['parameters']:,} parameters",
-        "attention: {implementation} ({reason})".format(**report["attention"]),
+        report["attention"],
     ]
     if report["vocab_size_assumed"]:
         lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, since no rows are given")

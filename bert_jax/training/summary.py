@@ -55,7 +55,7 @@ def start_lines(
     hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
     yield (
         f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.dtype}; "
-        f"{attention.describe(config, *hardware)}"
+        f"{attention.describe(config, *hardware, [phase.tokens for phase in phases])}"
     )
     yield shown(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")
 
