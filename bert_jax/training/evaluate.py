@@ -26,8 +26,8 @@ def make_evaluate(
 ) -> Callable[[Params], dict[str, float]]:
     """Return a function that maps parameters to held-out metrics.
 
-    It compiles once. Masks depend on the index and the size of the batch, so two evaluations of a phase
-    differ only in their parameters, but a phase with another batch size masks the same rows differently.
+    It compiles once. Masks depend on the index of the row alone, so evaluations differ only in their
+    parameters, whatever the size of the batch.
 
     Args:
         phase: the phase, with its held-out batches.
@@ -38,12 +38,17 @@ def make_evaluate(
     objective = phase.objective
 
     @jax.jit
-    def measure(params, batch, key):
+    def measure(params, batch, number):
         def measure_part(inputs):
             return objective.loss_terms(params, inputs, None), objective.predict(params, inputs)
 
-        inputs = objective.prepare(batch, key)
-        rows = len(jax.tree.leaves(inputs)[0])
+        def prepare_row(row, index):
+            key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), index)
+            inputs = objective.prepare({name: value[None] for name, value in row.items()}, key)
+            return jax.tree.map(lambda x: x[0], inputs)
+
+        rows = len(jax.tree.leaves(batch)[0])
+        inputs = jax.vmap(prepare_row)(batch, number * rows + jnp.arange(rows))
         if not 0 < rows_at_a_time < rows:
             return measure_part(inputs)
         parts = next(n for n in range(2, rows + 1) if rows % n == 0 and rows // n <= rows_at_a_time)
@@ -58,9 +63,8 @@ def make_evaluate(
         def batches_and_outputs() -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
             nonlocal total
             for i, batch in enumerate(phase.heldout(*sharding.process_row_shard(mesh))):
-                key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
                 with jax.set_mesh(mesh):
-                    loss_terms, outputs = measure(params, sharding.shard_batch(batch, mesh), key)
+                    loss_terms, outputs = measure(params, sharding.shard_batch(batch, mesh), i)
                 total = loss_terms if total is None else jax.tree.map(jnp.add, total, loss_terms)
                 if outputs:
                     yield distributed.to_hosts(batch), distributed.to_hosts(outputs)
