@@ -45,7 +45,6 @@ from bert_jax.inference.fill_mask import Candidate, Inputs, MaskFiller, inputs_o
 from bert_jax.inference.sentence_scores import SentenceScorer, TokenScore
 from bert_jax.model.bert import Bert, Params, last_tokens
 from bert_jax.objectives import initial, pretraining
-from bert_jax.runtime import device
 from bert_jax.storage import files
 from bert_jax.tasks import tables
 from bert_jax.tasks.conll import TokenClassification
@@ -279,7 +278,6 @@ def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
             "bert-base-uncased", or a TensorFlow 1 release.
         checkpoint: of a run: "best", "latest" or a step number.
     """
-    device.start("", deterministic=True)  # a later `finetune` cannot set the flag any more
     return Model(str(source), str(checkpoint), *source_lib.open_model(str(source), str(checkpoint)))
 
 
@@ -295,8 +293,14 @@ def pretrain(
     init: str | os.PathLike = "",
     checkpoint: str = "best",
     changes: dict[str, Any] | None = None,
+    save_on_signal: bool = False,
 ) -> Model:
     """Pretrain a model, or resume, and return the best checkpoint.
+
+    Unlike `bert-jax pretrain`, it changes nothing of the process. Call
+    `bert_jax.runtime.device.start("", deterministic=True)` before JAX is used to get what the command
+    line sets: the compilation cache, flags for speed on CPUs, and the deterministic kernels that a
+    config asks for on GPUs unless `deterministic` is false.
 
     Args:
         config: a config, or its name as for `--config`: "mini,128".
@@ -313,9 +317,8 @@ def pretrain(
             and positions are those of the source. "" for random weights.
         checkpoint: of `init`, if it is a run.
         changes: settings by key: `{"optim.learning_rate": 5e-4}`.
-
-    Raises:
-        Interrupted: stopped by a signal after saving.
+        save_on_signal: handle SIGTERM and SIGINT (Ctrl-C) while training, in the main thread: save, and
+            raise `Interrupted`.
     """
     _require_list("pretrain", texts)
     if texts is not None and storage.is_remote(workdir):
@@ -327,7 +330,6 @@ def pretrain(
             "pretrain(): rows already contain texts and a vocabulary: pass rows without texts and vocab"
         )
     settings = _config(config, changes, Config)
-    device.start(settings.platform, deterministic=settings.deterministic)
     folders = [str(folder) for folder in rows]
     data = pathlib.Path(workdir) / "data"
     if not folders and (texts is not None or (data / "text.jsonl").exists()):
@@ -342,6 +344,7 @@ def pretrain(
         *pretraining.make_phases(settings, objective, start),
         str(workdir),
         start=start.params if start else None,
+        save_on_signal=save_on_signal,
     )
     return load(workdir)
 
@@ -354,8 +357,11 @@ def finetune(
     *,
     seeds: int = 1,
     changes: dict[str, Any] | None = None,
+    save_on_signal: bool = False,
 ) -> dict[str, Any]:
     """Fine-tune a model, or resume, and return its metrics by split.
+
+    Like `pretrain`, it changes nothing of the process.
 
     Args:
         config: a config, or its name as for `--config`: "table", "glue:rte".
@@ -366,9 +372,7 @@ def finetune(
             with a workdir on object storage.
         seeds: number of seeds.
         changes: settings by key: `{"epochs": 2}`.
-
-    Raises:
-        Interrupted: stopped by a signal after saving.
+        save_on_signal: as in `pretrain`.
     """
     if examples and storage.is_remote(workdir):
         raise UserError(
@@ -382,12 +386,18 @@ def finetune(
             f"finetune(): examples has the split {min(unknown)!r}: use train, dev and test"
         )
     settings = _config(config, changes, FinetuneConfig)
-    device.start(settings.platform, deterministic=settings.deterministic)
     for split, records in (examples or {}).items():
         path = pathlib.Path(workdir) / "data" / f"{split}.jsonl"
         _write_lines(path, records)
         setattr(settings.task, split, str(path))
-    return train.finetune(settings, str(init), str(workdir), seeds=seeds, keys=changes or ())
+    return train.finetune(
+        settings,
+        str(init),
+        str(workdir),
+        seeds=seeds,
+        keys=changes or (),
+        save_on_signal=save_on_signal,
+    )
 
 
 def _outputs(module: Bert, tokens: Any, layout: Any, key: Any) -> Output:

@@ -67,6 +67,7 @@ def train(
     start: Params | None = None,
     compiled: dict[int, Programs] | None = None,
     summarize_trace: Summarize | None = None,
+    save_on_signal: bool = False,
 ) -> None:
     """Train `config` in `folder` to the end, resuming from the newest checkpoint if there is one.
 
@@ -81,6 +82,7 @@ def train(
         compiled: cache of `compile_phase` results by phase index, which the caller may share
             between runs that differ only in their seeds.
         summarize_trace: see `tracing.StepTracer`.
+        save_on_signal: handle SIGTERM and SIGINT, in the main thread: save, and raise `Interrupted`.
 
     Raises:
         UserError: an error that the user can fix; no progress is lost.
@@ -94,7 +96,7 @@ def train(
         sharding.check_batch(mesh, phase.batch_size, phase.accumulation, key)
     hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
     attention.check(config, *hardware)
-    device.check_deterministic(config, hardware[0])
+    device.check(config, hardware[0])
     process_part = sharding.process_row_shard(mesh)
     init, shapes = initial_state(config, phases[0], mesh)
     metric = phases[0].objective.best_metric
@@ -139,7 +141,9 @@ def train(
         for line in summary.warnings(config, phases, data):
             progress.say(line)
         start_time, first_step = time.monotonic(), step
-        interrupted = stack.enter_context(catch_signals(progress))
+        interrupted = stack.enter_context(
+            catch_signals(progress) if save_on_signal else contextlib.nullcontext(lambda: False)
+        )
         heartbeat = stack.enter_context(distributed.Heartbeat())
         stop_flag = distributed.StopFlag(STEPS_AHEAD)
         log = stack.enter_context(Log(folder, step, config, mesh, progress))
@@ -269,6 +273,7 @@ def finetune(
     force: bool = False,
     summarize_trace: Summarize | None = None,
     keys: Collection[str] = (),
+    save_on_signal: bool = False,
 ) -> dict[str, Any]:
     """Fine-tune, evaluate the best checkpoint on every split and write its predictions.
 
@@ -276,7 +281,7 @@ def finetune(
         config: validated config.
         init, seeds, vocab, which, keys: as in `finetuning.prepare_run`.
         folder: the workdir; with several seeds, each has a workdir inside it.
-        force, summarize_trace: as in `train`.
+        force, summarize_trace, save_on_signal: as in `train`.
 
     Returns:
         The content of metrics.json.
@@ -304,6 +309,7 @@ def finetune(
             run.params,
             compiled,
             summarize_trace,
+            save_on_signal,
         )
         results.append(evaluate_run(seed_folder, run.dataset, MeshConfig()))
     summary = results[0] if seeds == 1 else over_seeds(results)

@@ -1,9 +1,12 @@
 """The Python API: agreement with the command line, and use in JAX transformations."""
 
+import concurrent.futures
 import dataclasses
 import doctest
 import json
+import os
 import pathlib
+import signal
 
 import jax
 import numpy as np
@@ -51,6 +54,20 @@ def finetuned(run, tmp_path_factory):
     rows = [{"text": f"bread {n}", "label": "ab"[n % 2]} for n in range(60)]
     splits = {"train": rows[:40], "dev": rows[40:]}
     return bert_jax.finetune("table", run.source, folder, splits, changes=TABLE), folder
+
+
+def test_training_and_loading_leave_the_process_as_it_is(tmp_path):
+    """Also in another thread than the main one, where handlers of signals cannot be set."""
+
+    def settings():
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        return os.environ["XLA_FLAGS"], dict(jax.config.values), handlers
+
+    before = settings()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        train = pool.submit(bert_jax.pretrain, SIZE, tmp_path, DOCUMENTS, changes=CHANGES)
+        assert train.result().step == 2
+    assert settings() == before
 
 
 def test_doctests(run):

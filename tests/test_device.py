@@ -149,12 +149,14 @@ def test_libtpu_is_ignored_on_a_machine_without_tpus(monkeypatch, tmp_path):
 )
 def test_gpu_run_without_the_deterministic_flag_is_rejected(monkeypatch, flags, refused):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    device.check_deterministic(Config(), "tpu")
-    device.check_deterministic(Config(), "cpu")
-    device.check_deterministic(Config(deterministic=False), "gpu")
+    device.check(Config(), "tpu")
+    device.check(Config(), "cpu")
+    device.check(Config(deterministic=False), "gpu")
+    with pytest.raises(UserError, match=r"config\.platform"):
+        device.check(Config(platform="cpu"), "gpu")
     expected = pytest.raises(UserError, match="XLA_FLAGS") if refused else contextlib.nullcontext()
     with expected:
-        device.check_deterministic(Config(), "gpu")
+        device.check(Config(), "gpu")
 
 
 def test_exhausted_memory_is_a_one_line_error():

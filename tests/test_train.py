@@ -10,6 +10,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -84,7 +85,7 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path, rows, monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(train_lib, "shard_batch", signal_at_step_12)
         with pytest.raises(Interrupted, match="saved step 12 of 30"):
-            train_here(stopped, rows, *changes, compiled=compiled)
+            train_here(stopped, rows, *changes, compiled=compiled, save_on_signal=True)
     train_here(stopped, rows, *changes, compiled=compiled)
     assert_same_run(stopped, whole)
     text = (stopped / "log.txt").read_text()
@@ -329,6 +330,22 @@ def test_finished_run_fills_masks_is_evaluated_and_reported(finished, tmp_path, 
     assert again["masked_lm_loss"] == pytest.approx(last["masked_lm_loss"], rel=1e-5)
     run("report", finished, "--out", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_heldout_means_are_of_all_batches_even_if_the_score_reads_one(rows, monkeypatch):
+    _, phase = small_phase(rows)
+    fake = {
+        "prepare": lambda batch, key: batch["x"],
+        "loss_terms": lambda params, x, key: {"loss": (x.sum(), jnp.float32(x.size))},
+        "predict": lambda params, x: {"x": x},
+        "score": lambda pairs: {"first": float(next(iter(pairs))[1]["x"][0])},
+    }
+    for name, method in fake.items():
+        monkeypatch.setattr(phase.objective, name, method)
+    batches = [{"x": np.full(2, value, np.float32)} for value in (1, 2, 6)]
+    phase = dataclasses.replace(phase, heldout=lambda *_: iter(batches))
+    measure = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig()))
+    assert measure({}) == {"loss": 3, "first": 1}
 
 
 def test_workdir_rejects_a_changed_config(finished, tmp_path, rows, capsys):

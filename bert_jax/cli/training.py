@@ -93,6 +93,7 @@ def _pretrain(options) -> None:
             force=options.resume == "force",
             start=start.params if start else None,
             summarize_trace=profile.summarize,
+            save_on_signal=True,
         )
     if config.model.masked_lm and not config.model.causal:
         print_next(options, ["fill-mask", "--init", options.workdir, "The [MASK] of the day."])
@@ -147,6 +148,7 @@ def _finetune(options) -> None:
             which=options.checkpoint,
             force=options.resume == "force",
             summarize_trace=profile.summarize,
+            save_on_signal=True,
             keys=flags.keys(options.config),
         )
     print(json.dumps(summary) if options.json else predict.format_metrics(summary))

@@ -323,8 +323,8 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
         )
     if name == "cudnn" and device.has_deterministic_kernels():
         return (
-            "cudnn does not compile with the deterministic kernels of $XLA_FLAGS (which bert_jax.load "
-            "selects): start Python with XLA_FLAGS=--xla_gpu_deterministic_ops=false"
+            "cudnn does not compile with the deterministic kernels of $XLA_FLAGS: start Python with "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=false"
         )
     for key, requested, supported in (
         ("position_kind", model.position_kind == "alibi", False),

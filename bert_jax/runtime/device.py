@@ -222,10 +222,16 @@ def one_line_memory_errors() -> Iterator[None]:
         ) from error
 
 
-def check_deterministic(config: TrainConfig, platform: str) -> None:
-    """Check that deterministic kernels are enabled on a GPU if `config.deterministic` is true."""
+def check(config: TrainConfig, platform: str) -> None:
+    """Check that JAX was started as the config asks: its platform, and deterministic kernels on GPUs."""
+    if config.platform not in ("", platform):
+        raise UserError(
+            f"config.platform is {config.platform!r}, but JAX runs on {platform!r}: call "
+            f"bert_jax.runtime.device.start({config.platform!r}) before JAX is used, or set it to ''"
+        )
     if platform == "gpu" and config.deterministic and not has_deterministic_kernels():
         raise UserError(
-            f"config.deterministic is true, but $XLA_FLAGS lacks --{_DETERMINISTIC}=true: set it "
-            "before JAX starts (bert_jax.runtime.device.start does), or set config.deterministic to false"
+            f"config.deterministic is true, but $XLA_FLAGS lacks --{_DETERMINISTIC}=true: call "
+            "bert_jax.runtime.device.start('', deterministic=True) before JAX is used, or set "
+            "config.deterministic to false"
         )

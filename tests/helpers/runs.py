@@ -95,7 +95,7 @@ def small_phase(rows, *changes):
     return config, phase
 
 
-def train_here(folder, rows, *changes, bad=(), compiled=None):
+def train_here(folder, rows, *changes, bad=(), compiled=None, save_on_signal=False):
     """Pretrain a small model in this process on rows of T=32.
 
     Args:
@@ -112,6 +112,7 @@ def train_here(folder, rows, *changes, bad=(), compiled=None):
         folder,
         compiled=compiled,
         summarize_trace=profile.summarize,
+        save_on_signal=save_on_signal,
     )
 
 
