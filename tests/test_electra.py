@@ -21,6 +21,7 @@ from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.inference.fill_mask import MaskSampler
+from bert_jax.model import bert
 from bert_jax.model.bert import flatten, shapes, split_generator
 from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.objectives import electra
@@ -143,6 +144,23 @@ def test_discriminator_loss_does_not_train_the_generator(batch):
             is_generator = path.startswith("generator/")
             trained = is_shared or is_generator == (silent == "")
             assert np.any(grad != 0) == trained or path.endswith("key/bias"), path
+
+
+def test_every_dropout_uses_a_different_key(monkeypatch, batch):
+    """Not within a model, nor across generator and discriminator."""
+    keys = []
+
+    def recorded(x, rate, key):
+        jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
+        return x
+
+    objective = make_objective(dataclasses.replace(MODEL, dropout=0.1))
+    params = random_params(MODEL)
+    monkeypatch.setattr(bert, "dropout", recorded)
+    jax.jit(objective.loss_terms)(params, batch[2], jax.random.key(0))
+    jax.effects_barrier()
+    # In each model on the embeddings and, in both layers, on attention's output and feed-forward.
+    assert len(set(keys)) == len(keys) == 2 * (1 + 2 * 2)
 
 
 @pytest.mark.parametrize("vocab", [40, 700])

@@ -10,7 +10,7 @@ import transformers
 
 from bert_jax import cli
 from bert_jax.convert.export import export
-from bert_jax.data import new_pieces
+from bert_jax.data import new_pieces, wordpiece
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.model.bert import flatten
 from bert_jax.runs import checkpoint
@@ -116,3 +116,11 @@ def test_corpus_pieces_equal_a_naive_pair_merge(tmp_path, capsys):
         assert any(
             inner in word[1:] if inner != piece else word.startswith(piece) for word in words
         )
+
+
+@pytest.mark.parametrize(("length", "is_used"), [(100, True), (101, False)])
+def test_words_that_the_tokenizer_reads_as_unknown_give_no_pieces(length, is_used):
+    vocabulary = Vocabulary((*WORDS[:5], "a", "##a"), lowercase=True)
+    words = collections.Counter({"a" * length: 9})
+    assert bool(new_pieces.merge(vocabulary, words, 1, 2)) == is_used
+    assert bool(wordpiece._train_pieces(words, 99, 2)) == is_used  # of a new vocabulary

@@ -206,6 +206,15 @@ def test_loss_history_is_reset_at_phase_start():
     assert jnp.isnan(recent.figures).sum() == 2 * (guard.WINDOW - 1)
 
 
+@pytest.mark.parametrize(("loss", "is_spike"), [(3.0001, False), (2.0, False), (3.02, True)])
+def test_rounding_errors_of_a_constant_loss_are_no_spike(loss, is_spike):
+    """A spike is 5 standard deviations above the mean, at least 5 thousandths of it."""
+    history = guard.init_history()._replace(figures=jnp.full((guard.WINDOW, 2), 3.0))
+    config, grads = GuardConfig(spike="stop", sigmas=5.0), {"embeddings": jnp.ones(9)}
+    _, stats = guard.check_step(config, history, jnp.int32(200), jnp.float32(loss), grads)
+    assert bool(stats.is_bad) == is_spike
+
+
 @pytest.mark.parametrize(
     ("norms", "layer"),
     [

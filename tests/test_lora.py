@@ -36,7 +36,7 @@ from tests.helpers.checkpoints import error_of, random_params
 from tests.helpers.examples import RandomExamples
 from tests.helpers.runs import refused
 
-LORA = LoraConfig(rank=3, alpha=6.0, targets=LORA_TARGETS)
+LORA = LoraConfig(rank=3, alpha=4.5, targets=LORA_TARGETS)
 BASE = ModelConfig(
     layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=40, positions=64, dropout=0.0,
     attention_dropout=0.0, masked_lm=False, next_sentence=False, head="sequence", labels=("a", "b"),
@@ -87,7 +87,7 @@ def test_merged_parameters_give_the_same_logits():
     np.testing.assert_allclose(ours, logits(BASE, merged), atol=1e-5, rtol=0)
     flat = flatten(params)
     w, a, b = (flat[f"{QUERY}/{name}"] for name in ("kernel", "lora_a", "lora_b"))
-    by_hand = w + 2.0 * np.einsum("dr,rnk->dnk", a, b)
+    by_hand = w + 1.5 * np.einsum("dr,rnk->dnk", a, b)
     np.testing.assert_allclose(flatten(merged)[f"{QUERY}/kernel"], by_hand, atol=1e-6)
 
 
@@ -109,8 +109,8 @@ def test_adapter_gradients_match_merged_kernel_gradients():
         a, b = (np.asarray(flat[f"{module}/{name}"]) for name in ("lora_a", "lora_b"))
         whole = np.asarray(grad).reshape(a[..., 0].size, b[0].size)  # dL/dW of y = x (W + s A B)
         for name, expected in (
-            ("lora_a", 2.0 * whole @ b.reshape(3, -1).T),
-            ("lora_b", 2.0 * a.reshape(-1, 3).T @ whole),
+            ("lora_a", 1.5 * whole @ b.reshape(3, -1).T),
+            ("lora_b", 1.5 * a.reshape(-1, 3).T @ whole),
         ):
             result = np.asarray(ours[f"{module}/{name}"]).reshape(expected.shape)
             np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(whole).max(), rtol=1e-4)

@@ -113,11 +113,15 @@ def test_separators_within_a_sequence_are_not_masked(span):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cap", "predictions"), [(128, 20, 19), (512, 76, 76), (64, 10, 10), (100, 15, 15)]
+    ("tokens", "rate", "cap", "predictions"),
+    [
+        *((128, 0.15, 20, 19), (512, 0.15, 76, 76), (64, 0.15, 10, 10), (100, 0.15, 15, 15)),
+        *((128, 0.4, 52, 51), (512, 0.4, 205, 205)),
+    ],
 )
-def test_number_of_predictions_for_one_sequence(tokens, cap, predictions):
-    assert max_predictions_per_sequence(MaskingConfig(), tokens) == cap
-    assert make_masker(tokens=tokens, sequences=1).predictions == predictions
+def test_number_of_predictions_for_one_sequence(tokens, rate, cap, predictions):
+    assert max_predictions_per_sequence(MaskingConfig(rate=rate), tokens) == cap
+    assert make_masker(tokens=tokens, sequences=1, rate=rate).predictions == predictions
     capped = make_masker(tokens=tokens, sequences=1, max_predictions_per_sequence=3)
     got = run(capped)(*one_sequence(5, tokens), jax.random.key(0))
     np.testing.assert_array_equal(got.weights, np.ones((5, 3)))

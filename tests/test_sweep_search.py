@@ -128,6 +128,14 @@ def test_interrupted_trials_do_not_end_a_search(make_point, tmp_path):
     assert len(results) == 2
 
 
+def test_search_ends_after_three_failed_trials_for_each_one_asked_for(make_point, tmp_path):
+    module = Objective(lambda name, *more: make_point(name, *more, "fails"))
+    status, results = run_sweep([], tmp_path, module=module, trials=1)
+    assert status != 0
+    assert results == []
+    assert len(make_point.calls()) == len(study_of(tmp_path).trials) == 3
+
+
 def test_search_without_get_trial_is_rejected(make_point, tmp_path):
     with pytest.raises(UserError, match="get_trial"):
         run_sweep([], tmp_path, trials=1)
