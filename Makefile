@@ -1,7 +1,6 @@
 # Every target works with only python3 installed: it first creates a virtual environment.
 #   make quickstart [CORPUS=PATH]   from text to a pretrained model in minutes
-#   make test                       tests, except those marked slow, gpu, tpu or nightly
-#   make test-quick                 a subset that takes two minutes
+#   make test                       tests, except those marked slow, gpu, tpu or nightly: four minutes
 #   make test-all                   all tests that can run here, except nightly ones
 #   make test-nightly               notebooks, benchmarks, the quickstart, a long outage
 #   make coverage                   the same, with line coverage (half as long again)
@@ -14,7 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-quick test-all test-nightly coverage lint docs bench soak count clean
+.PHONY: quickstart test test-all test-nightly coverage lint docs bench soak count clean
 
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
@@ -23,13 +22,8 @@ quickstart: $(VENV)/run.done
 # worker and its fixtures.
 PYTEST := $(BIN)/python -m pytest -n $$(($$($(PYTHON) -c 'import os; print(os.cpu_count())') + 1)) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-FAST := -m "not slow and not gpu and not tpu and not nightly"
-
 test: $(VENV)/test.done
-	$(PYTEST) $(FAST) $(ARGS)
-
-test-quick: $(VENV)/test.done
-	$(PYTEST) $(FAST) --quick $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not tpu and not nightly" $(ARGS)
 
 test-all: $(VENV)/test.done
 	$(PYTEST) -m "not nightly" $(ARGS)

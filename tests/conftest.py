@@ -38,16 +38,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fixed")
 
 
-# Slowest test files first, so that no worker starts one of them last.
+# The slowest test files, which only `make test-all` runs: first, so that no worker starts one of them last.
 LONGEST = (
-    "storage", "finetune_runs", "train", "model", "distributed", "convert", "guard", "profile", "finetuning",
-    "checkpoint", "sweep", "attention",
+    "train", "goldens", "finetune_runs", "storage", "finetuning", "checkpoint", "distributed", "electra", "families",
+    "lora", "architectures", "guard", "distillation", "convert", "sweep",
 )  # fmt: skip
-
-
-def pytest_addoption(parser):
-    """Add `--quick`, which leaves out the slowest test files."""
-    parser.addoption("--quick", action="store_true", help="leave out the files that take longest")
 
 
 def pytest_configure():
@@ -67,7 +62,7 @@ def has_gpu():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run the slowest files first, and leave out tests that cannot run or run only every night.
+    """Mark the slowest files and run them first; leave out tests that cannot run or run only every night.
 
     Nightly tests run if the option -m names their mark, as in `-m nightly`.
     """
@@ -77,19 +72,14 @@ def pytest_collection_modifyitems(config, items):
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
-    runs_nightly, is_quick = "nightly" in config.getoption("markexpr"), config.getoption("quick")
-    left_out = [
-        item
-        for item in items
-        if (is_quick and place(item) < len(LONGEST))
-        or (not runs_nightly and item.get_closest_marker("nightly"))
-    ]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
+    if "nightly" not in config.getoption("markexpr"):
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if "shared_data" in item.fixturenames:
             item.add_marker("data")
-        if {"chromium", "smoke"} & {*item.fixturenames}:
+        if {"chromium", "smoke"} & {*item.fixturenames} or place(item) < len(LONGEST):
             item.add_marker("slow")
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU and JAX's plugin for it"))
