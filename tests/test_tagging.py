@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import json
+import re
 import sys
 
 import numpy as np
@@ -18,6 +19,7 @@ from bert_jax.errors import UserError
 from bert_jax.tasks import conll_score
 from bert_jax.tasks.conll import TokenClassification
 
+BIO = conll_score.Tagging()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = Vocabulary((*SPECIAL, *LETTERS, *(f"##{c}" for c in LETTERS), ".", "-"), True)
 
@@ -92,10 +94,61 @@ def test_document_and_line_numbers_and_unusual_spaces(tmp_path):
     assert conll_score.read(path)[0].rows == [["New York", "B-x"]]
 
 
+@pytest.mark.parametrize("tab", [False, True])
+def test_comments_before_sentences_are_skipped(tmp_path, tab):
+    path = tmp_path / "x"
+    text = "# newdoc\n# text = # c O\n#\n# O\n# B-x\n\n#a B-x\nb O\n\n# id 2\n# O\nc O\n"
+    words = [["#", "#"], ["#a", "b"], ["#", "c"]]
+    if tab:
+        text = re.sub(r"^(#?\w*) (B-x|O)$", r"\1\t\2", text, flags=re.M)
+    path.write_text(text)
+    result = conll_score.read(path)
+    assert [s.column(0) for s in result] == words
+    assert [s.line for s in result] == [4, 7, 11]
+
+
+def test_json_lines_are_read_as_columns(tmp_path):
+    lines = [{"tokens": [w for w, _ in s], "ner_tags": [t for _, t in s]} for s in TWO]
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    columns = conll_score.read(write(tmp_path / "gold.txt", TWO))
+    assert [s.rows for s in conll_score.read(path)] == [s.rows for s in columns]
+    assert conll_score.score_file(tmp_path / "gold.txt", path)["f1"] == 1
+    config = TaskConfig(kind="tagging", data=str(tmp_path))
+    dataset = TokenClassification(config, VOCABULARY)
+    assert dataset.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    path.write_text(json.dumps({"tokens": ["he", "left"]}))
+    new = TokenClassification(config, VOCABULARY, labels=dataset.labels, new=str(path))
+    assert new._sentences["new"].words == [["he", "left"]]
+    for second, key in (
+        ({"tokens": ["a"], "ner_tags": [3]}, "jsonl:2: .*not numbers"),
+        ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "jsonl:2: 2 tokens but 1"),
+        ({"tokens": "a b", "ner_tags": ["O"]}, "jsonl:2: .*lists"),
+        ({"tokens": ["a\n"], "ner_tags": ["O"]}, "jsonl:2: .*line breaks"),
+        ({"words": ["a"]}, "jsonl:2: no 'tokens'"),
+        ({"tokens": ["a", "b"], "ner_tags": ["O", "E-LOC"]}, "jsonl:2: .*'E-LOC'"),
+    ):
+        path.write_text(f"{json.dumps(lines[0])}\n{json.dumps(second)}\n")
+        refused(key, TokenClassification, config, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.conll", "x.jsonl"])
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_files_without_sentences_are_refused(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    refused(f"{name}: no words", conll_score.read, path)
+    options = {"labels": ("O", "B-x"), "new": str(path)}
+    refused(
+        f"{name}: no words", TokenClassification, TaskConfig(kind="tagging"), VOCABULARY, **options
+    )
+
+
 @pytest.mark.parametrize(
     ("data", "key"),
     [
         (b"a O\nb NN O\n", "x:2"),
+        (b"# text = a\n", "x: no words"),
         (b"a\tO\n\nb\n", "x:3"),
         (b"a O\n\tO\n", "x:2"),
         (b"a O\nb \0\n", "x:2"),
@@ -119,9 +172,9 @@ def test_scores_match_hand_computed_values():
     predicted = ["B-a I-a O B-a O".split(), "I-a I-a".split()]
     # The first is correct, the second has the wrong type, and the third is too long.
     means = {name: 1 / 3 for name in ("precision", "recall", "f1")}
-    result = conll_score.score(gold, predicted, True)
+    result = conll_score.score(gold, predicted, BIO)
     assert result == pytest.approx({"accuracy": 4 / 7, **means, "f1_a": 2 / 5, "f1_b": 0})
-    counts = conll_score.count(gold, predicted, True)
+    counts = conll_score.count(gold, predicted, BIO)
     assert counts == {"a": (2, 3, 1), "b": (1, 0, 0)}
     assert conll_score.table(counts).splitlines() == [
         "type\tprecision\trecall\tf1\tgold\tfound\tcorrect",
@@ -129,29 +182,73 @@ def test_scores_match_hand_computed_values():
         "b\t0.0000\t0.0000\t0.0000\t1\t0\t0",
         "all\t0.3333\t0.3333\t0.3333\t3\t3\t1",
     ]
-    assert conll_score.score([["NN", "O"]], [["NN", "VB"]], False) == {"accuracy": 0.5}
+    assert conll_score.score([["NN", "O"]], [["NN", "VB"]], None) == {"accuracy": 0.5}
 
 
-tag = st.sampled_from(["O", "B-a", "I-a", "B-b", "I-b", "B-c-d", "I-c-d"])
-pairs = st.lists(st.lists(st.tuples(tag, tag), min_size=1, max_size=8), min_size=1, max_size=5)
+SCHEMES = {"BI": None, "BIES": "IOBES", "BILU": "BILOU"}
+STYLES = ("{letter}-{kind}", "{letter}_{kind}", "{kind}-{letter}", "{letter}")
 
 
-@settings(deadline=None)
-@given(pairs)
+@pytest.mark.parametrize("letters", SCHEMES)
+@pytest.mark.parametrize("style", STYLES)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
-def test_scores_match_seqeval(pairs):
-    from seqeval import metrics
+def test_scores_match_seqeval(letters, style, data):
+    from seqeval import metrics, scheme
 
-    gold, predicted = ([[pair[i] for pair in some] for some in pairs] for i in (0, 1))
-    result = conll_score.score(gold, predicted, True)
-    for name in ("precision", "recall", "f1"):
-        expected = getattr(metrics, f"{name}_score")(gold, predicted, zero_division=0)
-        assert result[name] == pytest.approx(float(expected))
+    kinds = ["_"] if style == "{letter}" else ["a", "b", "c-d"]
+    tag = st.one_of(st.none(), st.tuples(st.sampled_from(letters), st.sampled_from(kinds)))
+    pair = st.tuples(tag, tag) | tag.map(lambda tag: (tag, tag))
+    pairs = data.draw(st.lists(st.lists(pair, min_size=1, max_size=8), min_size=1, max_size=5))
+
+    def tags(i, style):
+        return [
+            ["O" if tag[i] is None else style.format(letter=tag[i][0], kind=tag[i][1]) for tag in x]
+            for x in pairs
+        ]
+
+    gold, predicted = tags(0, STYLES[0]), tags(1, STYLES[0])
+    result = conll_score.score(tags(0, style), tags(1, style), conll_score.Tagging(letters, style))
+    options = {"zero_division": 0}
+    if SCHEMES[letters]:
+        options |= {"mode": "strict", "scheme": getattr(scheme, SCHEMES[letters])}
     assert result["accuracy"] == pytest.approx(metrics.accuracy_score(gold, predicted))
+    if all(x is None for pair in pairs for x in pair for x in x):  # seqeval's strict mode fails
+        return
+    for name in ("precision", "recall", "f1"):
+        expected = getattr(metrics, f"{name}_score")(gold, predicted, **options)
+        assert result[name] == pytest.approx(float(expected))
     if any(tag != "O" for tags in gold for tag in tags):
-        report = metrics.classification_report(gold, predicted, output_dict=True, zero_division=0)
+        report = metrics.classification_report(gold, predicted, output_dict=True, **options)
         for kind in report.keys() - {"micro avg", "macro avg", "weighted avg"}:
-            assert result[f"f1_{kind}"] == pytest.approx(float(report[kind]["f1-score"]))
+            assert result.get(f"f1_{kind}", 0) == pytest.approx(float(report[kind]["f1-score"]))
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        ("O B I", ("BI", "{letter}")),
+        ("O I", ("BI", "{letter}")),
+        ("O B_x I_x B_y", ("BI", "{letter}_{kind}")),
+        ("O x-B x-I S-B", ("BI", "{kind}-{letter}")),
+        ("O B-x I-x E-x S-y", ("BIES", "{letter}-{kind}")),
+        ("O S-x", ("BIES", "{letter}-{kind}")),
+        ("O x-B x-E x-S", ("BIES", "{kind}-{letter}")),
+        ("B I E S", ("BIES", "{letter}")),
+        ("O U_x B_x L_x", ("BILU", "{letter}_{kind}")),
+        ("O B-x I-x B-y S-x", ("BI", "{letter}-{kind}")),  # S-x is a mistake: B-x has no end
+        ("O B-x M-x E-x S-x", ("BIES", "{letter}-{kind}")),  # M-x is another scheme's
+        ("NN S-N", None),
+        ("NN VB S-N O", None),
+        ("N-S V-S N-P", None),
+        ("S V O", None),
+        ("B I NN", None),
+        ("O", None),
+    ],
+)
+def test_tagging_is_found_from_the_tags(tags, expected):
+    assert conll_score.find_tagging(tags.split()) == expected
 
 
 def test_tags_are_scored_from_one_file_or_two(tmp_path):
@@ -162,7 +259,7 @@ def test_tags_are_scored_from_one_file_or_two(tmp_path):
         for pair in zip(TWO, tags, strict=True)
     ]
     three = write(tmp_path / "three", both)
-    expected = conll_score.score([[t for _, t in s] for s in TWO], tags, True)
+    expected = conll_score.score([[t for _, t in s] for s in TWO], tags, BIO)
     assert expected["f1"] == 2 * 1 / (2 + 3)
     for files in ((three,), (three, three), (data, three)):
         assert conll_score.score_file(*files) == expected
@@ -183,6 +280,15 @@ def test_predictions_for_other_words_are_rejected(tmp_path, text, key):
     data, path = write(tmp_path / "gold", TWO), tmp_path / "other"
     path.write_text(text)
     refused(key, conll_score.score_file, data, str(path))
+
+
+def test_tags_without_types_are_entities(tmp_path):
+    gold, predicted = tmp_path / "gold.txt", tmp_path / "pred.txt"
+    for style in ("{}", "{}_x", "{}-x", "x-{}"):
+        tags = [style.format("B"), style.format("I"), "O", style.format("B")]
+        gold.write_text("renal {}\nfailure {}\nin {}\ncancer {}\n".format(*tags))
+        predicted.write_text("renal {}\nfailure {}\nin {}\ncancer O\n".format(*tags))
+        assert conll_score.score_file(gold, predicted)["f1"] == pytest.approx(2 / 3)
 
 
 # Sequences
@@ -292,6 +398,32 @@ def test_iob1_is_read_as_bio(tmp_path):
     assert dataset._sentences["train"].tags == [["B-x", "I-x", "B-x", "O", "B-y"]]
     assert any("1 sentences with entities beginning with I-" in line for line in dataset.report)
     assert dataset.labels == ("O", "B-x", "I-x", "B-y", "I-y")
+
+
+@pytest.mark.parametrize("letters", SCHEMES)
+@pytest.mark.parametrize("style", STYLES)
+def test_entities_of_every_scheme_and_style_are_learned(tmp_path, letters, style):
+    tags = [style.format(letter=letter, kind="x") for letter in letters]
+    sentences = [[*(("a", tag) for tag in tags), ("b", "O")]]
+    dataset = tagging(tmp_path, sentences)
+    assert (dataset.labels, dataset.best_by) == (("O", *tags), "f1")
+    assert dataset.tagging == (letters, style)
+    assert dataset._sentences["train"].tags == [[*tags, "O"]]
+    expected = {
+        f"f1_{'_' if style == '{letter}' else 'x'}",
+        "accuracy",
+        "precision",
+        "recall",
+        "f1",
+    }
+    assert dataset.score("train", perfect(dataset)).keys() == expected
+    # Labels of all letters, also of those that the data lack.
+    few = tags[0] if letters == "BI" else tags[-1]
+    assert tagging(tmp_path, [[("a", few), ("b", "O")]]).labels == (
+        ("O", *tags)
+        if style != "{letter}" or letters == "BI"
+        else ("O", few)[:: -1 if few < "O" else 1]
+    )
 
 
 def test_plain_labels_are_scored_by_accuracy(tmp_path):

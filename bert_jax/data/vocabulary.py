@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -134,13 +135,13 @@ class TokenizerVocabulary(Vocabulary):
 
     def tokenizer(self) -> "tokenizers.Tokenizer":
         """Return a new tokenizer; special tokens in the text are read as plain characters."""
-        import tokenizers
+        return _read(self.to_bytes().decode())
 
-        tokenizer = tokenizers.Tokenizer.from_str(self.to_bytes().decode())
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+    @functools.cached_property
+    def _tokenizer(self) -> "tokenizers.Tokenizer":
+        # The library trims a character off a span for every "Ġ" of its token, also where the "Ġ" was
+        # added to a word by the pre_tokenizer. `encode_all` trims the spaces of the text instead.
+        return _read(re.sub(r'("trim_offsets":\s*)true', r"\1false", self.to_bytes().decode()))
 
     @functools.cached_property
     def _mask_tokenizer(self) -> "tokenizers.Tokenizer":
@@ -168,12 +169,20 @@ class TokenizerVocabulary(Vocabulary):
         """Return ids, without special tokens, and character spans of each text, without spaces."""
         encoded = []
         for text, (ids, spans) in zip(texts, super().encode_all(texts), strict=True):
-            is_space = np.array([character.isspace() for character in text], bool)
-            text_end = np.append(np.flatnonzero(~is_space), len(text))
-            start = text_end[np.searchsorted(text_end, spans[:, 0])] if len(spans) else spans[:, 0]
-            spans = np.stack([np.minimum(start, spans[:, 1]), spans[:, 1]], 1).astype(np.int32)
-            encoded.append(Encoded(ids, spans))
+            letters = np.flatnonzero(~np.strings.isspace(np.array([text]).view("U1")))
+            first, end = np.append(letters, len(text)), np.append(0, letters + 1)
+            start = np.minimum(first[np.searchsorted(first, spans[:, 0])], spans[:, 1])
+            stop = np.maximum(end[np.searchsorted(end, spans[:, 1], "right") - 1], start)
+            # An added space has the offsets of the character after it.
+            stop = np.where(self._is_space[ids], start, stop)
+            encoded.append(Encoded(ids, np.stack([start, stop], 1).astype(np.int32)))
         return encoded
+
+    @functools.cached_property
+    def _is_space(self) -> Bool[np.ndarray, " V"]:
+        """Whether a token of byte-level BPE is nothing but spaces."""
+        is_byte_level = self._word_start == "Ġ"
+        return np.array([is_byte_level and set(token) == {"Ġ"} for token in self.tokens])
 
     def encode_words(self, words: Sequence[str]) -> list[Encoded]:
         """Return the ids of each word inside a sentence, as with `is_split_into_words`."""
@@ -208,6 +217,17 @@ class TokenizerVocabulary(Vocabulary):
         """Return the vocabulary with unused tokens added at its end."""
         rest = tuple(f"[row{i}]" for i in range(len(self), size))
         return dataclasses.replace(self, tokens=self.tokens + rest)
+
+
+def _read(tokenizer_json: str) -> "tokenizers.Tokenizer":
+    """Return a tokenizer that reads special tokens in the text as plain characters."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def read_wordpiece(text: str) -> tuple[Vocabulary, list[str]]:

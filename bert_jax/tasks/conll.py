@@ -24,9 +24,9 @@ from bert_jax.tasks.tables import find_files, probabilities, read_labels
 
 # File names of the splits in a folder of CoNLL files.
 _NAMES = {
-    "train": ("train.txt", "train.conll", "eng.train"),
-    "dev": ("valid.txt", "dev.txt", "dev.conll", "eng.testa"),
-    "test": ("test.txt", "test.conll", "eng.testb"),
+    "train": ("train.txt", "train.conll", "train.jsonl", "eng.train"),
+    "dev": ("valid.txt", "dev.txt", "dev.conll", "valid.jsonl", "dev.jsonl", "eng.testa"),
+    "test": ("test.txt", "test.conll", "test.jsonl", "eng.testb"),
 }
 
 
@@ -51,13 +51,13 @@ class TokenClassification:
 
     `config.text_a` and `label` can be column numbers, from 1; by default words are in the first and
     labels in the last column. `config.data` is a folder with, e.g., train.txt, valid.txt and test.txt.
-    Labels are those of the model, `config.labels` or those of the training data, completed to B-type
-    and I-type for every type. New data in "-", .txt, .jsonl and .parquet are one text per line, with
-    words separated by spaces. Other files hold columns, and so does a .txt in which every line is a
-    word, alone or followed by a known label.
+    Labels are those of the model, `config.labels` or those of the training data, completed to, e.g.,
+    B-type and I-type for every type. New data in "-", .txt, .jsonl and .parquet are one text per line,
+    with words separated by spaces. Other files are read by `conll_score.read`, and so are a .jsonl with
+    "tokens" and a .txt in which every line is a word, alone or followed by a known label.
 
     Attributes:
-        entity_tags: whether labels mark entities (O, B-type, I-type) rather than single words.
+        tagging: how labels mark entities; None if they label single words.
     """
 
     head, objective = "token", "class"
@@ -96,8 +96,8 @@ class TokenClassification:
                 f"{paths.get('train')}: every word has the tag {''.join(self.labels)!r}: check the last "
                 "column, or set config.task.label to the number of the tag column"
             )
-        self.entity_tags = conll_score.is_entity_tagging(self.labels)
-        self.best_by = "f1" if self.entity_tags else "accuracy"
+        self.tagging = conll_score.find_tagging(self.labels)
+        self.best_by = "f1" if self.tagging else "accuracy"
         self.splits: dict[str, Examples] = {}
         self._sentences: dict[str, _Sentences] = {}
         for split in requested:
@@ -112,6 +112,8 @@ class TokenClassification:
             self._add(split, vocabulary, words, tags, documents)
         if new:
             lines = list(self._new_words(new))
+            if not any(words for _, words in lines):
+                raise UserError(f"{new}: no words: expected sentences, one per line")
             words, documents = [words for _, words in lines], [document for document, _ in lines]
             self._add("new", vocabulary, words, None, documents)
 
@@ -129,23 +131,24 @@ class TokenClassification:
     def _tags(
         self, split: str, path: str, sentences: Sequence[conll_score.Sentence]
     ) -> list[list[str]] | None:
-        """Return each sentence's labels, entities as BIO; None if the file has none."""
+        """Return each sentence's labels, IOB1 as BIO; None if the file has none."""
         if len(sentences[0].rows[0]) == 1:
             return None
-        if self.entity_tags:
-            conll_score.require_bio(path, sentences, self._tag)
+        if self.tagging:
+            self.tagging.check(path, sentences, self._tag)
         known, result, num_converted = set(self.labels), [], 0
         for sentence in sentences:
             file_tags = sentence.column(self._tag)
             tags = list(file_tags)
-            if self.entity_tags:  # IOB1 has B- only between neighbors of the same type
-                for kind, begin, _ in conll_score.entities(file_tags):
-                    tags[begin] = f"B-{kind}"
+            # IOB1 has B- only between neighbors of the same type
+            if self.tagging and self.tagging.letters == "BI":
+                for kind, begin, _ in self.tagging.entities(file_tags):
+                    tags[begin] = self.tagging.tag("B", kind)
             num_converted += tags != file_tags
             for i, tag in enumerate(tags):
                 if tag not in known:
                     raise UserError(
-                        f"{path}:{sentence.line + i}: unknown label {tag!r}, not one of "
+                        f"{path}:{sentence.line_of(i)}: unknown label {tag!r}, not one of "
                         f"{', '.join(self.labels)[:200]}; correct it, or list all labels in "
                         "config.task.labels"
                     )
@@ -167,6 +170,9 @@ class TokenClassification:
         if kind == ".txt" and self._holds_columns(source):
             self.report.append(f"new: {source} is read as columns: every line is one word")
             is_text = False
+        if kind == ".jsonl":
+            first = next(tables.read(source, []), None)
+            is_text = first is None or "tokens" not in first.fields
         if is_text:
             for number, (text, _) in enumerate(texts.read(source, self.config.text_a).texts):
                 yield number, text.split()
@@ -265,7 +271,7 @@ class TokenClassification:
         if gold is None:
             return {}
         predicted = self.predicted(self.predict(split, logits))
-        return conll_score.score(gold, predicted, self.entity_tags)
+        return conll_score.score(gold, predicted, self.tagging)
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
         """Write prediction files to a folder.
@@ -292,7 +298,7 @@ class TokenClassification:
         files.write(folder / "predictions.conll", "\n".join(blocks))
         files.write(folder / "probabilities.jsonl", "".join(lines))
         if sentences.tags is not None:
-            counts = conll_score.count(sentences.tags, predicted, self.entity_tags)
+            counts = conll_score.count(sentences.tags, predicted, self.tagging)
             files.write(folder / "per_type.tsv", conll_score.table(counts))
 
 
@@ -308,12 +314,14 @@ def _column(value: str, field: str, default: str, default_column: int) -> int:
 
 
 def _label_set(tags: Iterator[str]) -> tuple[str, ...]:
-    """Return all possible labels in a fixed order, with B- and I- for every entity type."""
+    """Return all possible labels in a fixed order: all letters for every entity type."""
     known = set(tags)
-    if not conll_score.is_entity_tagging(known):
+    if not (tagging := conll_score.find_tagging(known)):
         return tuple(sorted(known))
-    kinds = sorted({tag.partition("-")[2] for tag in known if "-" in tag})
-    return (conll_score.OUTSIDE, *(f"{prefix}-{kind}" for kind in kinds for prefix in "BI"))
+    parsed = [tagging.parse(tag) for tag in known - {conll_score.OUTSIDE}]
+    kinds = sorted({pair[1] for pair in parsed if pair})
+    labels = (tagging.tag(letter, kind) for kind in kinds for letter in tagging.letters)
+    return (conll_score.OUTSIDE, *labels)
 
 
 def _pieces(

@@ -1,38 +1,46 @@
-"""CoNLL column files, and the metrics of conlleval.
+"""Files of tagged words, and the metrics of conlleval and seqeval.
 
-A tag is O, B-type at the beginning of an entity or I-type inside it. As in conlleval, an I- tag
-that does not continue an entity of its type also begins one (IOB1), and an entity is correct only
-if its words and its type are. Metrics are 0 to 1 here, not 0 to 100.
+Entities are tagged in BIO (O, B at the beginning of an entity, I inside it), IOBES (also E at the end,
+S for a single word) or BILOU (L and U instead). In BIO, as in conlleval, an I that does not continue an
+entity of its type also begins one (IOB1); in the others, as in seqeval's strict mode, only complete
+entities count. An entity is correct only if its words and its type are. Metrics are 0 to 1.
 """
 
 import collections
 import itertools
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bert_jax.data.tables import file_lines
+from bert_jax.data import tables
 from bert_jax.errors import UserError
 
 OUTSIDE = "O"
 DOCUMENT = "-DOCSTART-"
-_BIO = re.compile(r"O|[BI]-.+")
-_OTHER_SCHEMES = re.compile(r"[BIESLUM]-.+")
+# By the letters of a scheme (BIO, IOBES, BILOU), those of an entity.
+_ENTITIES = {"BI": re.compile("BI*"), "BIES": re.compile("BI*E|S"), "BILU": re.compile("BI*L|U")}
+_STYLES = ("{letter}-{kind}", "{letter}_{kind}", "{kind}-{letter}", "{letter}")
 
 
 class Sentence(NamedTuple):
-    """Words of a file between empty lines.
+    """Words of a file between empty lines, or those of a line of JSON.
 
     Attributes:
         line: line number of its first word in the file.
         document: number of -DOCSTART- lines before it.
         rows: columns of each word, the same number for all words of a file.
+        step: 1 if each word has a line of its own, else 0.
     """
 
     line: int
     document: int
     rows: list[list[str]]
+    step: int = 1
+
+    def line_of(self, word: int) -> int:
+        """Return the line number of a word."""
+        return self.line + word * self.step
 
     def column(self, number: int) -> list[str]:
         """Return one column of all words."""
@@ -40,12 +48,17 @@ class Sentence(NamedTuple):
 
 
 def read(path: str | pathlib.Path) -> list[Sentence]:
-    """Read the sentences of a file with one word per line, in columns separated by tabs or spaces."""
+    """Read the sentences of a file with one word per line, in columns separated by tabs or spaces.
+
+    A line that begins with "#" before the first word of a sentence is a comment, unless it has the
+    columns of other lines: the same separator, as many, and after a "#" alone a last one that occurs.
+
+    A .jsonl or .json file has a sentence per line: {"tokens": […], "ner_tags": […]}, or only tokens.
+    """
+    is_json = tables.kind_of(path) in (".jsonl", ".json")
     sentences: list[Sentence] = []
     document, first, rows = 0, None, None
-    for number, line in enumerate(file_lines(pathlib.Path(path)), 1):
-        line = line.rstrip(" \t\r")
-        row = line.split("\t") if "\t" in line else [cell for cell in line.split(" ") if cell]
+    for number, row in _json_rows(path) if is_json else _column_rows(path):
         if not row or row[0] == DOCUMENT:
             document += bool(row)
             rows = None
@@ -61,40 +74,117 @@ def read(path: str | pathlib.Path) -> list[Sentence]:
             )
         if rows is None:
             rows = []
-            sentences.append(Sentence(number, document, rows))
+            sentences.append(Sentence(number, document, rows, step=not is_json))
         rows.append(row)
     if not sentences:
         raise UserError(f"{path}: no words: expected one per line, with its tag as last column")
     return sentences
 
 
-def is_entity_tagging(tags: Iterable[str]) -> bool:
-    """Whether tags mark entities rather than label single words, e.g. with parts of speech."""
-    return any(_OTHER_SCHEMES.fullmatch(tag) for tag in tags)
+def _column_rows(path: str | pathlib.Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and columns of each line but comments; none between sentences."""
+    lines = [line.rstrip(" \t\r") for line in tables.file_lines(pathlib.Path(path))]
+    rows = [x.split("\t") if "\t" in x else [cell for cell in x.split(" ") if cell] for x in lines]
+    forms, tags = set(), {OUTSIDE}
+    for line, row in zip(lines, rows, strict=True):
+        if row and row[0] != DOCUMENT and not line.startswith("#"):
+            forms.add(("\t" in line, len(row)))
+            tags.add(row[-1])
+    between = True
+    for number, (line, row) in enumerate(zip(lines, rows, strict=True), 1):
+        other_form = forms and ("\t" in line, len(row)) not in forms
+        other_tag = len(row) > 1 and row[0] == "#" and row[-1] not in tags
+        if between and line.startswith("#") and (other_form or other_tag):
+            continue
+        between = not row or row[0] == DOCUMENT
+        yield number, row
 
 
-def require_bio(path: str | pathlib.Path, sentences: Sequence[Sentence], column: int) -> None:
-    """Check that all tags are O, B-type or I-type."""
-    for sentence in sentences:
-        for i, tag in enumerate(sentence.column(column)):
-            if not _BIO.fullmatch(tag):
-                raise UserError(
-                    f"{path}:{sentence.line + i}: the tag {tag!r} is not BIO: expected O, B-type at "
-                    "the beginning of an entity or I-type inside it"
-                )
+def _json_rows(path: str | pathlib.Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number and columns of each word of JSON lines; none after a sentence."""
+    for where, fields in tables.read(path, [], ["tokens"], kind=".jsonl"):
+        columns = [fields[name] for name in ("tokens", "ner_tags") if fields.get(name) is not None]
+        if not all(isinstance(column, list) for column in columns) or not all(
+            isinstance(cell, str) and cell.strip() and not set("\t\n\r\0") & set(cell)
+            for cell in itertools.chain(*columns)
+        ):
+            raise UserError(
+                f"{where}: expected lists of words and tags, not numbers, empty or with line breaks: "
+                '{"tokens": ["in", "Paris"], "ner_tags": ["O", "B-LOC"]}'
+            )
+        if len({len(column) for column in columns}) > 1:
+            raise UserError(f"{where}: {len(columns[0])} tokens but {len(columns[1])} ner_tags")
+        number = int(where.rpartition(":")[2])
+        for row in zip(*columns, strict=True):
+            yield number, [cell.encode(errors="replace").decode() for cell in row]
+        yield number, []
 
 
-def entities(tags: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (type, first word, word after the last) of each entity of a sentence."""
-    spans, begin, kind = [], 0, None
-    for i, tag in enumerate([*tags, OUTSIDE]):
-        prefix, _, tag_kind = tag.partition("-")
-        if kind is not None and (prefix != "I" or tag_kind != kind):
-            spans.append((kind, begin, i))
-            kind = None
-        if prefix != OUTSIDE and kind is None:
-            begin, kind = i, tag_kind
-    return spans
+class Tagging(NamedTuple):
+    """How tags mark entities.
+
+    Attributes:
+        letters: of a scheme's tags besides O: "BI" (BIO), "BIES" (IOBES) or "BILU" (BILOU).
+        style: format of a tag, given its letter and the type ("kind") of the entity.
+    """
+
+    letters: str = "BI"
+    style: str = _STYLES[0]
+
+    def parse(self, tag: str) -> tuple[str, str] | None:
+        """Return the letter and type of a tag; the type of O is "". None for a tag of another kind."""
+        if tag == OUTSIDE:
+            return OUTSIDE, ""
+        pattern = self.style.format(letter=f"(?P<letter>[{self.letters}])", kind="(?P<kind>.+)")
+        match = re.fullmatch(pattern, tag)
+        return match and (match["letter"], match.groupdict().get("kind", "_"))
+
+    def tag(self, letter: str, kind: str) -> str:
+        """Return the tag that `parse` reads."""
+        return self.style.format(letter=letter, kind=kind)
+
+    def check(self, path: str | pathlib.Path, sentences: Sequence[Sentence], column: int) -> None:
+        """Refuse a file with other tags."""
+        for sentence in sentences:
+            for i, tag in enumerate(sentence.column(column)):
+                if not self.parse(tag):
+                    expected = " ".join(self.tag(letter, "type") for letter in self.letters)
+                    raise UserError(
+                        f"{path}:{sentence.line_of(i)}: the tag {tag!r} is not one of "
+                        f"{OUTSIDE} {expected}, as other tags are: correct it"
+                    )
+
+    def entities(self, tags: Sequence[str]) -> list[tuple[str, int, int]]:
+        """Return (type, first word, word after the last) of each entity of a sentence."""
+        parsed = [self.parse(tag) or (OUTSIDE, "") for tag in tags]
+        letters, previous = "", None
+        for letter, kind in parsed:
+            if letter in "IEL" and kind != previous:  # continues no entity
+                letter = "B" if self.letters == "BI" else OUTSIDE
+            letters += letter
+            previous = kind
+        found = _ENTITIES[self.letters].finditer(letters)
+        return [(parsed[match.start()][1], *match.span()) for match in found]
+
+
+def find_tagging(tags: Iterable[str]) -> Tagging | None:
+    """Return how tags mark entities; None if they label single words, e.g. with parts of speech.
+
+    Most tags must be "B-type" and the like, for an error to name the others; all in other styles.
+    """
+    tags = set(tags) - {OUTSIDE}
+    best, most = None, 0
+    for letters, style in itertools.product(_ENTITIES, _STYLES):
+        tagging = Tagging(letters, style)
+        parsed = [pair for pair in map(tagging.parse, tags) if pair]
+        required = (len(tags) + 1 + (letters != "BI")) // 2 if style == _STYLES[0] else len(tags)
+        # In IOBES and BILOU, every type with B has E or L; else these are mistakes in a file of BIO.
+        begun, ended = ({kind for x, kind in parsed if x == y} for y in ("B", letters[-2]))
+        # S, E, L or U alone are plain labels.
+        is_named = style != _STYLES[-1] or any(letter in "BI" for letter, _ in parsed)
+        if len(parsed) >= required and len(parsed) > most and begun == ended and is_named:
+            best, most = tagging, len(parsed)
+    return best
 
 
 class Counts(NamedTuple):
@@ -125,13 +215,13 @@ class Counts(NamedTuple):
 
 
 def count(
-    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], entity_tags: bool
+    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], tagging: Tagging | None
 ) -> dict[str, Counts]:
-    """Count by entity type or label, in alphabetical order."""
+    """Count by entity type, or by label if `tagging` is None, in alphabetical order."""
     totals = [collections.Counter() for _ in range(3)]
     for a, b in zip(gold, predicted, strict=True):
         spans = [
-            set(entities(tags) if entity_tags else zip(tags, range(len(tags)), strict=True))
+            set(tagging.entities(tags) if tagging else zip(tags, range(len(tags)), strict=True))
             for tags in (a, b)
         ]
         for total, counted in zip(totals, (*spans, spans[0] & spans[1]), strict=True):
@@ -142,7 +232,7 @@ def count(
 
 
 def score(
-    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], entity_tags: bool
+    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], tagging: Tagging | None
 ) -> dict[str, float]:
     """Compute the metrics of tagged sentences, 0 to 1.
 
@@ -154,8 +244,8 @@ def score(
         x == y for a, b in zip(gold, predicted, strict=True) for x, y in zip(a, b, strict=True)
     )
     result = {"accuracy": num_correct / num_words if num_words else 0.0}
-    if entity_tags:
-        counts = count(gold, predicted, True)
+    if tagging:
+        counts = count(gold, predicted, tagging)
         total = overall(counts)
         result |= {"precision": total.precision, "recall": total.recall, "f1": total.f1}
         result |= {f"f1_{kind}": type_counts.f1 for kind, type_counts in counts.items()}
@@ -201,11 +291,15 @@ def score_file(
                 "and, without a second file, the predicted tag"
             )
     gold, predicted = ([s.column(column) for s in source] for _, source, column in sources)
-    entity_tags = is_entity_tagging(tag for tags in (*gold, *predicted) for tag in tags)
-    if entity_tags:
+    # Of the gold tags: predictions may have tags by mistake. Gold tags may all be O.
+    gold_tags, predicted_tags = (
+        {tag for tags in some for tag in tags} for some in (gold, predicted)
+    )
+    tagging = find_tagging(gold_tags) or find_tagging(gold_tags | predicted_tags)
+    if tagging:
         for path, source, column in sources:
-            require_bio(path, source, column)
-    return score(gold, predicted, entity_tags)
+            tagging.check(path, source, column)
+    return score(gold, predicted, tagging)
 
 
 def _require_same_words(
@@ -215,7 +309,7 @@ def _require_same_words(
     other_sentences: Sequence[Sentence],
 ) -> None:
     lines, other_lines = (
-        [(s.line + i, word) for s in file for i, word in enumerate([*s.column(0), ""])]
+        [(s.line_of(i), word) for s in file for i, word in enumerate([*s.column(0), ""])]
         for file in (sentences, other_sentences)
     )
     for (line, word), (other_line, other) in itertools.zip_longest(
