@@ -356,6 +356,19 @@ def test_swag(tmp_path):
     assert dataset.report[0] == "train: 2 questions"
 
 
+def test_quoted_cells_of_swag(tmp_path):
+    """Quoted commas, quotes and newlines, and a byte-order mark, as spreadsheet programs write them."""
+    row = ["0", "x", "", "", 'w1, "w2"\r\nw3', "w4", "", "w5,w6", "w5\nw6", '"w5"', "w6", "2"]
+    with open(tmp_path / "train.csv", "w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([SWAG_HEADER.removeprefix(",").split(","), row[1:]])
+    config = TaskConfig(kind="choice", name="swag", train=str(tmp_path / "train.csv"))
+    train = MultipleChoice(config, VOCABULARY).splits["train"]
+    assert train.targets["label"].tolist() == [2]
+    context = "[CLS] w1 [UNK] [UNK] w2 [UNK] w3 [SEP] w4"
+    expected = ("w5 [UNK] w6", "w5 w6", "[UNK] w5 [UNK]", "w6")
+    assert [words(x) for x in train.tokens] == [f"{context} {x} [SEP]" for x in expected]
+
+
 def test_multiple_choice_with_custom_columns(tmp_path):
     question = {"q": "w1", "yes": "w2", "no, sir": "w3"}
     long = {"q": "w1 w1 w1 w1", "yes": "w2 w2", "no, sir": "w3", "label": 0}
@@ -373,6 +386,11 @@ def test_multiple_choice_with_custom_columns(tmp_path):
     files = written(dataset, "train", np.eye(2), tmp_path / "out")
     header = next(csv.reader(files["probabilities.csv"].decode().splitlines()))
     assert header == ["index", "yes", "no, sir"]
+    names = ("a\nb", 'a, "c"')
+    quoted = json_lines(tmp_path / "b.jsonl", {"q": "w1", "label": 0, **dict.fromkeys(names, "w2")})
+    dataset = MultipleChoice(TaskConfig(train=quoted, text_a="q", choices=names), VOCABULARY)
+    content = written(dataset, "train", np.eye(2)[:1], tmp_path / "q")["probabilities.csv"]
+    assert next(csv.reader(io.StringIO(content.decode(), newline=""))) == ["index", *names]
     new = {"labels": ("score",), "new": json_lines(tmp_path / "new.jsonl", question)}
     dataset = MultipleChoice(config, VOCABULARY, **new)
     assert dataset.splits["new"].targets["label"].tolist() == [NO_EXAMPLE]

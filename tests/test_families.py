@@ -55,8 +55,10 @@ def tokenizers(tmp_path_factory):
     bpe.train_from_iterator([TEXT] * 3, 330, special_tokens=special, show_progress=False)
     state = json.loads(bpe.to_str())["model"]
     merges = [tuple(pair) for pair in state["merges"]]
-    theirs = transformers.RobertaTokenizer(vocab=state["vocab"], merges=merges)
-    theirs.save_pretrained(folder / "roberta")
+    swapped = {**state["vocab"], "<pad>": 3, "<unk>": 1}
+    for name, ids in (("roberta", state["vocab"]), ("roberta-pad-3", swapped)):
+        theirs = transformers.RobertaTokenizer(vocab=ids, merges=merges)
+        theirs.save_pretrained(folder / name)
     unigram = SentencePieceUnigramTokenizer()
     unigram.train_from_iterator(
         [TEXT] * 3, vocab_size=120, special_tokens=[*special[:4]], unk_token="<unk>",
@@ -108,6 +110,59 @@ def test_token_ids_equal_transformers(tokenizers, kind, tmp_path):
     ours.save(tmp_path / "saved")
     assert vocabulary.load(tmp_path / "saved") == ours
     assert ours.sha256 == vocabulary.load(tmp_path / "saved").sha256
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_spans_of_byte_level_tokens_have_their_text(seed):
+    """The library's are wrong if a space is added to every word (huggingface/tokenizers, trim_offsets)."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+    from tokenizers import pre_tokenizers as pre
+
+    rng = random.Random(seed)
+    alphabet = pre.ByteLevel.alphabet()
+    printable = {c: ord(c) for c in alphabet if ord(c) < 256}
+    others = sorted(set(alphabet) - set(printable))  # the other bytes, from "Ā" on
+    byte_of = printable | dict(zip(others, sorted({*range(256)} - {*printable.values()})))  # noqa: B905
+    splits = [
+        *(pre.Whitespace, pre.WhitespaceSplit, pre.Punctuation, pre.Digits),
+        lambda: pre.Split(" ", "merged_with_next"),
+    ]
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    for _ in range(12):
+        flags = [rng.random() < 0.7 for _ in range(5)]
+        steps = [split() for split in rng.choices(splits, k=rng.randint(0, 3))]
+        byte_level = pre.ByteLevel(add_prefix_space=flags[0], use_regex=flags[1])
+        steps.insert(rng.randint(0, len(steps)), byte_level)
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre.Sequence(steps), decoders.ByteLevel()
+        lower = rng.random() < 0.3
+        if lower:
+            tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.train_from_iterator(
+            [TEXT] * 3,
+            trainers.BpeTrainer(
+                vocab_size=320,
+                initial_alphabet=alphabet,
+                special_tokens=special,
+                show_progress=False,
+            ),
+        )
+        tokenizer.post_processor = processors.RobertaProcessing(
+            ("</s>", 2), ("<s>", 0), trim_offsets=flags[2], add_prefix_space=flags[3]
+        )
+        contents = {"tokenizer.json": tokenizer.to_str(pretty=flags[4]).encode()}
+        tokenizer.encode_special_tokens = True
+        ours, sample = vocabulary.from_files(contents), list(texts(20, rng.random()))
+        for (ids, spans), text in zip(ours.encode_all(sample), sample, strict=True):
+            assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+            for i, (start, end) in zip(ids, spans, strict=True):
+                shown = text[start:end].lower() if lower else text[start:end]
+                token = bytes(byte_of[character] for character in ours.tokens[i])
+                try:
+                    assert shown == token.decode().strip(), (text, steps)
+                except UnicodeDecodeError:  # part of a character, which the span covers
+                    assert token.strip() in shown.encode(), (text, steps)
+                    assert len(shown) <= len(token.strip()), (text, steps)
 
 
 def test_roberta_tokenizer_loads_from_vocab_and_merges(tokenizers, tmp_path):
@@ -168,7 +223,7 @@ BIASED = {
 MODELS = {
     "Roberta": ("roberta", dict(**SIZES, type_vocab_size=1, layer_norm_eps=1e-5)),
     "XLMRoberta": ("xlm-roberta", dict(**SIZES, type_vocab_size=1)),
-    "Camembert": ("roberta", dict(**SIZES, type_vocab_size=1)),
+    "Camembert": ("roberta-pad-3", dict(**SIZES, type_vocab_size=1)),
     "Bert": ("wordpiece", SIZES),
     "DistilBert": ("wordpiece", dict(dim=12, n_layers=2, n_heads=3, hidden_dim=20)),
     "Electra": ("wordpiece", dict(**SIZES, embedding_size=8)),
@@ -467,7 +522,10 @@ def modernbert_settings(**changes):
 
 def test_modernbert_configs_of_both_versions_are_read():
     assert modernbert_settings()["global_attn_every_n_layers"] == 3
-    assert modernbert_settings(local_rope_theta=None)["local_rope_theta"] == 0
+    read = modernbert_settings(local_rope_theta=None)
+    assert read["local_rope_theta"] == 0
+    read |= {"position_embedding_type": "absolute", "hidden_activation": "gelu", "mlp_dropout": 0.0}
+    assert FAMILIES["modernbert"].to_theirs(read, {})[0]["local_rope_theta"] == 160000
     kinds = ["full_attention", *["sliding_attention"] * 3] * 2
     assert modernbert_settings(layer_types=kinds)["global_attn_every_n_layers"] == 4
     rope = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 5.0}}

@@ -23,7 +23,7 @@ from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.runs import checkpoint, workdir
-from bert_jax.storage import files
+from bert_jax.storage import copies, files
 from bert_jax.storage import lease as lease_lib
 from tests.helpers import processes
 from tests.helpers.objects import serve
@@ -170,8 +170,8 @@ def test_permanent_errors_are_not_reported_as_an_outage(raised, says):
 
 def other_machine(monkeypatch):
     """Make the next lease belong to a process on another machine."""
-    here = lease_lib._this_process()
-    monkeypatch.setattr(lease_lib, "_this_process", lambda: {**here, "host": "other", "pid": 1})
+    here = lease_lib.this_process()
+    monkeypatch.setattr(lease_lib, "this_process", lambda: {**here, "host": "other", "pid": 1})
 
 
 @on_both
@@ -242,12 +242,39 @@ def test_output_is_not_completed_after_another_process_takes_over(url, monkeypat
 def test_dead_local_process_loses_its_lease(url):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    dead = {**lease_lib._this_process(), "pid": process.pid, "token": "its", "beats": 3}
+    dead = {**lease_lib.this_process(), "pid": process.pid, "token": "its", "beats": 3}
     storage.write(f"{url}/lease/000007", json.dumps(dead).encode())
     began = time.monotonic()
     with storage.Lease(url):
         assert list(storage.listing(url)) == ["lease/000008"]
     assert time.monotonic() - began < lease_lib.EXPIRY_SECONDS / 2
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_copies_are_deleted_only_where_their_process_is_known_to_be_dead(
+    is_known, tmp_path, monkeypatch
+):
+    """The pid of a process in another container, or on another host, may be of no process here."""
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    here = lease_lib.this_process()
+
+    def folder_of(**changes):
+        with monkeypatch.context() as patched:
+            patched.setattr(copies, "this_process", lambda: here | changes)
+            path = copies._process_folder.__wrapped__()
+        path.mkdir()
+        return path
+
+    own, dead = folder_of(), folder_of(pid=process.pid)
+    others = {folder_of(pid=process.pid, **change) for change in (
+        {"namespace": "pid:[1]"}, {"host": "other"}, {"namespace": ""}
+    )}  # fmt: skip
+    copies._process_folder.__wrapped__() if is_known else folder_of(namespace="", pid=1)
+    assert dead.exists() is not is_known
+    assert own.exists()
+    assert all(path.exists() for path in others)
 
 
 # --- Files and folders ----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from bert_jax.tools.sweep.results import Results
 from bert_jax.tools.sweep.scheduler import Engine, PointRun
 from bert_jax.tools.sweep.scheduler import Scheduler as Queue
 from bert_jax.training.summary import duration
-from tests.helpers.launch import make_programs
+from tests.helpers.launch import has_ended, make_programs
 from tests.helpers.runs import VOCABULARY
 from tests.helpers.sweeps import WAITING, background, run_sweep
 
@@ -57,6 +57,9 @@ def test_digest_covers_dependencies_but_not_the_data_path():
     assert not set(points("/here", 128)) & set(points("/here", 64))
     other = Point("m", ("pretrain", "--rows", "/here/data2"))
     assert "/here/data2" in other.display_command("/here/data")  # not a path prefix
+    command = ("prepare", "/mnt/d/x", "/a+/d", "books:/d/y", "--x=/d", "/d,/d/z", "/d.gz")
+    named = "/mnt/d/x /a+/d books:$BERT_JAX_DATA/y --x=$BERT_JAX_DATA $BERT_JAX_DATA,$BERT_JAX_DATA/z /d.gz"
+    assert Point("x", command).display_command("/d")[1:] == named.split()
     assert Point("x", ("python", "/d")).display_command("/d") == ["python", "$BERT_JAX_DATA"]
 
 
@@ -237,6 +240,23 @@ def test_sigterm_is_forwarded_to_running_points(make_point, tmp_path, capsys):
     assert (status, results, make_point.calls()) == (cli.EXIT_INTERRUPTED, [], ["a"])
     assert (tmp_path / "a.saved").exists()
     assert "same command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["stop", "kill"])
+def test_signals_reach_the_processes_that_a_point_has_started(method, tmp_path):
+    script, child = tmp_path / "work.py", tmp_path / "child"
+    script.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(f'{child.pid}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    queue = Queue(tmp_path, SweepArgs(data=tmp_path / "d"), Engine(), False, print)
+    queue.add([Point("a", ("python", script, child))])
+    queue.update()
+    wait_for(lambda: child.exists() and child.read_text().endswith("\n"))
+    getattr(queue, method)()
+    wait_for(lambda: has_ended(int(child.read_text())))
 
 
 def test_time_left_covers_all_seeds(tmp_path):

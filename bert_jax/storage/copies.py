@@ -11,14 +11,13 @@ import os
 import pathlib
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bert_jax import errors
 from bert_jax.errors import UserError
 from bert_jax.storage import files, objects
-from bert_jax.storage.lease import Lease
+from bert_jax.storage.lease import Lease, this_process
 
 # Files of a run that local copies leave out; Orbax reads checkpoints and states from the storage.
 NOT_COPIED = re.compile(r"(seed_\d+/)?(checkpoints|damaged|lease|profile)/")
@@ -68,16 +67,21 @@ def _folder_bytes(folder: pathlib.Path) -> int:
 
 @functools.cache
 def _process_folder() -> pathlib.Path:
-    """Return a folder of copies for this process, and delete those of processes that were killed."""
-    host = socket.gethostname()
-    for path in cache_folder().glob(f"process_{host}_*"):
+    """Return a folder of copies for this process, and delete those of processes that were killed.
+
+    Folders from other hosts and pid namespaces, such as containers that share the disk, remain.
+    """
+    here = this_process()
+    namespace = re.sub(r"\D", "", here["namespace"])  # of pid:[4026531836]
+    prefix = f"process_{here['host']}_{namespace}_"
+    for path in cache_folder().glob(f"{prefix}*") if namespace else ():
         try:
-            os.kill(int(path.name.rpartition("_")[2]), 0)
+            os.kill(int(path.name.removeprefix(prefix)), 0)
         except ProcessLookupError:
             shutil.rmtree(path, ignore_errors=True)
         except (OSError, ValueError):
             pass
-    folder = cache_folder() / f"process_{host}_{os.getpid()}"
+    folder = cache_folder() / f"{prefix}{here['pid']}"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

@@ -32,7 +32,7 @@ class Lease:
     def __init__(self, url: str):
         self._root, self._folder = url, f"{url}/lease"
         self._token, self._beats = uuid.uuid4().hex, 0
-        self._owner = _this_process()
+        self._owner = this_process()
         _tokens.add(self._token)
         self._lock, self._released = threading.Lock(), threading.Event()
 
@@ -119,7 +119,8 @@ class Lease:
         return 1
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """Return pid, host and pid namespace of this process; a pid means nothing in another namespace."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -129,7 +130,7 @@ def _this_process() -> dict[str, Any]:
 
 def _is_dead(owner: dict[str, Any]) -> bool:
     """Whether the owner of a lease ran on this machine and is dead."""
-    here = _this_process()
+    here = this_process()
     if any(owner.get(name) != here[name] for name in ("host", "namespace")):
         return False
     try:

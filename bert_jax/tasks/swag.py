@@ -4,8 +4,10 @@ A question with n choices becomes n sequences `[CLS] context [SEP] choice [SEP]`
 """
 
 import contextlib
+import csv
+import io
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from bert_jax.data import tables
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 from bert_jax.tasks.base import Logits
 from bert_jax.tasks.tables import (
     NEW,
@@ -25,7 +28,6 @@ from bert_jax.tasks.tables import (
     read_number,
     requires_labels,
     table_files,
-    write_table,
 )
 
 _SWAG = {"train": ("train.csv",), "dev": ("val.csv",), "test": ("test.csv",)}
@@ -130,13 +132,13 @@ class MultipleChoice:
         """
         scores = np.array([np.asarray(x) for x in logits], np.float64)
         scores = scores.reshape(-1, len(self.choices))
-        predictions = [["", "pred"], *([str(i), str(x)] for i, x in enumerate(scores.argmax(1)))]
-        table = [["index", *(_csv_cell(name) for name in self.choices)]]
-        for i, row in enumerate(probabilities(scores)):
-            table.append([str(i), *(f"{p:.6f}" for p in row)])
-        write_table(folder / "predictions.csv", predictions, ",")
-        write_table(folder / "probabilities.csv", table, ",")
+        predictions = [["", "pred"], *enumerate(scores.argmax(1))]
+        rows = ([i, *(f"{p:.6f}" for p in row)] for i, row in enumerate(probabilities(scores)))
+        _write_csv(folder / "predictions.csv", predictions)
+        _write_csv(folder / "probabilities.csv", [["index", *self.choices], *rows])
 
 
-def _csv_cell(text: str) -> str:
-    return f'"{text.replace(chr(34), chr(34) * 2)}"' if set(text) & set(',"\n') else text
+def _write_csv(path: pathlib.Path, rows: Iterable[Sequence[object]]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    files.write(path, text.getvalue())

@@ -104,3 +104,12 @@ def make_programs(tmp_path, monkeypatch):
     for key, value in result.environment.items():
         monkeypatch.setenv(key, value)
     return result
+
+
+def has_ended(pid):
+    """Return whether a process has ended, though perhaps its new parent has not waited for it."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return stat.rpartition(") ")[2].startswith("Z")

@@ -176,19 +176,19 @@ def run_processes(
                     say(
                         f"a process exited with status {bad[-1]}: stopping the other {len(running)}"
                     )
-                    _send(running, signal.SIGTERM, groups)
+                    _send(running, signal.SIGTERM)
                     deadline = min(deadline, time.monotonic() + stop_seconds)
                 # Of several that failed at once, a killed one explains the errors of the others.
                 failed += reversed(bad)
                 if len(received) > forwarded:
-                    _send(running, received[-1], groups)
+                    _send(running, received[-1])
                     forwarded = len(received)
                     deadline = min(deadline, time.monotonic() + stop_seconds)
                 if time.monotonic() > deadline:
-                    _send(running, signal.SIGKILL, groups)
+                    _send(running, signal.SIGKILL)
                 time.sleep(0.05)
         finally:
-            _send(running, signal.SIGKILL, groups)
+            _send(running, signal.SIGKILL)
         for pump in pumps:
             pump.join(timeout=5)  # a grandchild may keep the pipe open
     status = 2 if 2 in failed else (failed[0] if failed else 0)
@@ -239,13 +239,18 @@ def _pump(child: subprocess.Popen, prefix: str) -> list[threading.Thread]:
     return pumps
 
 
-def _send(children: Sequence[subprocess.Popen], number: int, groups: bool) -> None:
+def _send(children: Sequence[subprocess.Popen], number: int) -> None:
     for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            if groups:
-                os.killpg(child.pid, number)
-            else:
-                child.send_signal(number)
+        signal_group(child, number)
+
+
+def signal_group(child: subprocess.Popen, number: int) -> None:
+    """Send a signal to the process group that a running child leads, else to the child alone."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(child.pid) == child.pid:
+            os.killpg(child.pid, number)
+        else:
+            child.send_signal(number)
 
 
 def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:

@@ -84,7 +84,7 @@ class Point:
         return [
             f"<{part.name}>"
             if isinstance(part, Point)
-            else re.sub(rf"{re.escape(str(data))}(?=/|$)", "$BERT_JAX_DATA", str(part))
+            else replace_path(str(part), data, "$BERT_JAX_DATA")
             for part in self.command
         ]
 
@@ -102,6 +102,12 @@ class Point:
                 parts.append(files.sha256(str(self.command[1])))
             self._digests[str(data)] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
         return self._digests[str(data)]
+
+
+def replace_path(text: str, path: pathlib.Path | str, name: str) -> str:
+    """Replace a path, also where it begins a longer one, by a name; not within other paths."""
+    begin, end = r"(?<![^\s=:,;'\"(\[])", r"(?![^\s/:,;'\")\]])"
+    return re.sub(f"{begin}{re.escape(str(path))}{end}", lambda _: name, text)
 
 
 def grid(**choices: Sequence[Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from bert_jax.errors import EXIT_INTERRUPTED, InUse
 from bert_jax.runs import workdir
 from bert_jax.storage import files
 from bert_jax.tools.launch.engines import SUBMITTED, python_command
-from bert_jax.tools.launch.plan import KILLED, exit_status
+from bert_jax.tools.launch.plan import KILLED, exit_status, signal_group
 from bert_jax.tools.launch.request import job_name
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
@@ -212,13 +213,13 @@ class Scheduler:
             if running.process is None:  # the job continues
                 self._release(name, "stopped")
             else:
-                running.process.terminate()
+                signal_group(running.process, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill local processes."""
         for running in self._running.values():
             if running.process is not None:
-                running.process.kill()
+                signal_group(running.process, signal.SIGKILL)
 
     @property
     def is_over(self) -> bool:
