@@ -27,8 +27,16 @@ def line(score, seed=0, **facts):
 KEYS = ("scale", "facts", "digest", "metrics", "command")
 LOWEST = {1: 0.5, 2: 0.8, 4: 0.51, 6: 0.518}  # of three seeds, by size
 RESULTS = [
-    *(line(low + 0.01 * i, i, size=size) for size, low in LOWEST.items() for i in range(3)),
-    *(line(score, i, size=size) for size, score in ((7, 0.3), (8, 0.2)) for i in range(2)),
+    *(
+        line(low + 0.01 * i, i, size=size, pretraining_seed=i)
+        for size, low in LOWEST.items()
+        for i in range(3)
+    ),
+    *(
+        line(score, i, size=size, pretraining_seed=i)
+        for size, score in ((7, 0.3), (8, 0.2))
+        for i in range(2)
+    ),
     line(0.9, size=3),
 ]
 TABLE = Table(
@@ -70,12 +78,47 @@ def test_average_column_needs_a_complete_row():
         # 2.2 standard errors are not significant with three seeds each: p = 0.092.
         (Claim("score", "f", "a"), "not significant (difference +1.8, p = 0.092)"),
         (Claim("score", "g", "h"), "**yes**, by 10.0, p = 0"),
-        (Claim("score", "c", "a"), "yes, by 39.0 (one seed; not tested)"),
+        (Claim("score", "c", "a"), "yes, by 39.0 (p: -)"),
         (Claim("score", "e", "a"), "not run"),
     ],
 )
 def test_claims_are_tested_for_significance(claim, expected):
     assert expected in Claims(TABLE, [claim]).markdown(RESULTS, pathlib.Path())
+
+
+def test_fine_tuning_seeds_are_no_replicates_of_pretraining():
+    """They are averaged for each pretraining seed, and one pretraining seed is not tested."""
+    scores = {1: (0.50, 0.52), 2: (0.60, 0.63), 3: (0.9,)}  # by size and pretraining seed
+    results = [
+        line(score + 0.001 * i, i, size=size, **({"pretraining_seed": seed} if seed else {}))
+        for size, of_seed in scores.items()
+        for seed, score in enumerate(of_seed)
+        for i in (-1, 0, 1)
+    ]
+    claims = [Claim("score", *pair) for pair in ("ba", "ca", "cb", "ea")]
+    *lines, _, corrected, _, untested = (
+        Claims(TABLE, claims).markdown(results, pathlib.Path()).split("\n")
+    )
+    p = experiment.welch(scores[2], scores[1])
+    assert f"by 10.5, p = {p:.2g}" in lines[0]
+    assert p > 0.01 > experiment.welch((0.6, 0.6, 0.63, 0.63), (0.5, 0.5, 0.52, 0.52))
+    assert [text.endswith("(p: -).") for text in lines] == [False, True, True, False]
+    assert "Holm" in corrected
+    assert "one pretraining seed" in untested
+    runs = [{**each, "command": "bert-jax pretrain x"} for each in RESULTS]
+    for each in runs:  # the seed of a pretraining run is its pretraining seed
+        each["facts"] = {"size": each["facts"]["size"]}
+    assert "**yes**" in Claims(TABLE, [Claim("score", "b", "a")]).markdown(runs, pathlib.Path())
+
+
+def test_p_values_are_corrected_for_the_number_of_tests():
+    assert experiment.holm([0.01, 0.04, None, 0.03, 0.9]) == pytest.approx(
+        [0.04, 0.09, None, 0.09, 0.9]
+    )
+    claims = [Claim("score", *pair) for pair in ("ba", "da", "fa")]
+    texts = Claims(TABLE, claims).markdown(RESULTS, pathlib.Path()).split("\n")
+    assert "yes" in texts[0]
+    assert ["p = 0.29)" in texts[1], "p = 0.18)" in texts[2]] == [True, True]  # 0.092 without
 
 
 def test_newest_results_of_a_point_replace_older_ones():

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
-from bert_jax.tools.sweep.experiment import welch
+from bert_jax.tools.sweep.experiment import holm, welch
+from bert_jax.tools.sweep.points import replace_path
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -168,6 +169,8 @@ def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]
     hours = sum(curves.clock(curves.read_speed(r))["hours"][-1] for r in runs)
     saved = json.loads((runs[0] / "config.json").read_text())
     first = read_lines(runs[0] / "starts.jsonl")[-1]
+    text = replace_path(" ".join(command), minilm(), "MINILM")
+    text = replace_path(text, DATA, "$BERT_JAX_DATA")
     names = ("bert-jax", "jax", "flax", "optax", "numpy")
     return {
         "set": name,
@@ -181,10 +184,7 @@ def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]
         "minutes": round(60 * float(hours), 1),
         "load_average": round(load, 2),
         "commit": first["commit"],
-        "command": " ".join(command)
-        .replace(str(minilm()), "MINILM")
-        .replace(str(DATA), "$BERT_JAX_DATA")
-        .replace(f"{ROOT}/", ""),
+        "command": text.replace(f"{ROOT}/", ""),
         "cores": len(os.sched_getaffinity(0)),
         "device": first["devices"],
         "python": platform.python_version(),
@@ -265,20 +265,19 @@ def readme(results: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> str:
         "`trainer.py` fine-tunes `minilm` with transformers' Trainer, which reads, tokenizes, pads and",
         "scores on its own; both follow Google's learning-rate schedule. With the same batches and without",
         "dropout, all losses of a run equal PyTorch's to 1e-4 (tests/test_finetuning.py). Here seeds, dropout",
-        "and batches differ; p is that of Welch's test over seeds:",
+        "and batches differ; p is that of Welch's test over fine-tuning seeds of this checkpoint, with Holm's",
+        "correction for the rows that are tested; - marks those with one seed on a side:",
         "",
         "| dataset | metric | bert_jax | Trainer | difference | p |",
         "|---|---|---|---|---|---|",
     ]
-    for ours, theirs in itertools.product(results, trainer):
-        if same_schedule(ours, theirs):
-            difference = statistics.fmean(percents(ours)) - statistics.fmean(percents(theirs))
-            scores = f"{spread(ours)} | {spread(theirs)}"
-            several = min(len(ours["values"]), len(theirs["values"])) > 1
-            p = f"{welch(percents(ours), percents(theirs)):.2g}" if several else "not tested"
-            lines.append(
-                f"| {ours['set']} | {ours['metric']} | {scores} | {difference:+.1f} | {p} |"
-            )
+    pairs = [pair for pair in itertools.product(results, trainer) if same_schedule(*pair)]
+    tests = holm([welch(percents(ours), percents(theirs)) for ours, theirs in pairs])
+    for (ours, theirs), p in zip(pairs, tests, strict=True):
+        difference = statistics.fmean(percents(ours)) - statistics.fmean(percents(theirs))
+        cells = [ours["metric"], spread(ours), spread(theirs), f"{difference:+.1f}"]
+        p_value = "-" if p is None else f"{p:.2g}"
+        lines.append(f"| {ours['set']} | {' | '.join(cells)} | {p_value} |")
     lines += [
         "",
         "`in_transformers.py` answers SQuAD's questions with the tokenizer and logits of transformers, from the",

@@ -40,11 +40,11 @@ COMMANDS = {
 GPU = "python experiments/speed/gpu.py --out DIR"
 GPU_KILLS = "JAX_PLATFORMS=cuda python experiments/reliability/kills.py --only pretrain finetune"
 NOT_RUN = "not run"
-OUTCOMES = (NOT_RUN, "not significant", "opposite", "one seed", "yes")
+OUTCOMES = (NOT_RUN, "not significant", "opposite", "p: -", "yes")
 # How outcomes are counted here.
 WORDS = {
     "opposite": "significant in the opposite direction",
-    "one seed": "with one seed, not tested",
+    "p: -": "with one pretraining seed, not tested",
     "yes": "significant",
 }
 SHEET = "data sheet: 989 TFLOP/s"
@@ -287,6 +287,7 @@ def paper() -> Iterator[Row]:
                 outcomes.setdefault(block.scale, collections.Counter()).update(
                     next((o for o in OUTCOMES if o in text), "other")
                     for text in block.markdown(results, path.parent).splitlines()
+                    if text.startswith("- ")
                 )
         for scale, numbers in outcomes.items():
             runs = [line for line in results if line["scale"] == scale and "step" in line]

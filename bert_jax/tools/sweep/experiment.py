@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tools import sweep
-from bert_jax.tools.sweep.results import Results, current
+from bert_jax.tools.sweep.results import Results, current, verb
 
 Line = dict[str, Any]
 _SIGNIFICANCE = 0.05
@@ -133,23 +133,40 @@ class Claim:
 class Claims:
     """Claims of the paper, tested on the results of a table.
 
-    A difference counts if Welch's two-sided t-test over seeds gives p < 0.05; it is positive if it
-    agrees with the claim.
+    A difference counts if Welch's two-sided t-test over pretraining seeds, with Holm's correction for
+    the number of tests, gives p < 0.05; it is positive if it agrees with the claim. Seeds of
+    fine-tuning are averaged, as those of one pretrained model are not independent.
     """
 
     table: Table
     claims: Sequence[Claim]
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
-        """Return a line per claim."""
-        return "\n".join(self._line(results, claim) for claim in self.claims)
+        """Return a line per claim, and notes on the p-values."""
+        pairs = [
+            (self._values(results, c, c.above), self._values(results, c, c.below))
+            for c in self.claims
+        ]
+        tests = holm([welch(*pair) for pair in pairs])
+        lines = list(map(self._line, self.claims, pairs, tests))
+        if any(p is not None for p in tests):
+            lines += ["", "Welch's test over pretraining seeds, p with Holm's correction."]
+        if any(line.endswith("(p: -).") for line in lines):
+            lines += ["", "p: - where a side has one pretraining seed: not tested."]
+        return "\n".join(lines)
 
-    def _line(self, results: Sequence[Line], claim: Claim) -> str:
-        column = self.table.columns[claim.column]
-        above, below = (
-            values_of(results, {**self.table.rows[row], **column.facts}, column.metric)
-            for row in (claim.above, claim.below)
-        )
+    def _values(self, results: Sequence[Line], claim: Claim, row: str) -> list[float]:
+        """Return the mean of each pretraining seed; all runs of another checkpoint count as one."""
+        column, by_seed = self.table.columns[claim.column], {}
+        for line in matching(results, {**self.table.rows[row], **column.facts}):
+            if column.metric in line["metrics"]:
+                own = line["seed"] if verb(line) == "pretrain" else 0
+                seed = line["facts"].get("pretraining_seed", own)
+                by_seed.setdefault(seed, []).append(line["metrics"][column.metric])
+        return [statistics.fmean(values) for values in by_seed.values()]
+
+    def _line(self, claim: Claim, values: tuple[list[float], list[float]], p: float | None) -> str:
+        column, (above, below) = self.table.columns[claim.column], values
         text = f"- {claim.column}: {claim.above} better than {claim.below}"
         paper = [
             self.table.paper.get(row, {}).get(claim.column) for row in (claim.above, claim.below)
@@ -160,23 +177,33 @@ class Claims:
             return f"{text}: not run."
         sign = -1 if claim.lower else 1
         gap = sign * (statistics.fmean(above) - statistics.fmean(below)) * column.factor
-        if min(len(above), len(below)) < 2:
+        if p is None:
             outcome = "yes" if gap > 0 else "no"
-            return f"{text}: {outcome}, by {abs(gap):.{column.digits}f} (one seed; not tested)."
-        p = welch(above, below)
+            return f"{text}: {outcome}, by {abs(gap):.{column.digits}f} (p: -)."
         if p >= _SIGNIFICANCE:
             return f"{text}: not significant (difference {gap:+.{column.digits}f}, p = {p:.2g})."
         outcome = "yes" if gap > 0 else "the opposite"
         return f"{text}: **{outcome}**, by {abs(gap):.{column.digits}f}, p = {p:.2g}."
 
 
-def welch(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the p-value of Welch's two-sided t-test."""
+def welch(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return the p-value of Welch's two-sided t-test; None with fewer than two values on a side."""
     from scipy import stats
 
+    if min(len(one), len(other)) < 2:
+        return None
     if statistics.variance(one) + statistics.variance(other) == 0:  # SciPy returns NaN
         return float(statistics.fmean(one) == statistics.fmean(other))
     return float(stats.ttest_ind(one, other, equal_var=False).pvalue)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Return p-values corrected for the number of tests (Holm 1979); None stays None."""
+    adjusted, largest = list(p_values), 0.0
+    order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    for rank, (p, i) in enumerate(order):
+        adjusted[i] = largest = max(largest, min(1.0, (len(order) - rank) * p))
+    return adjusted
 
 
 @dataclasses.dataclass(frozen=True)
