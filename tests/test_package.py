@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -86,3 +87,22 @@ def test_closed_pipe_ends_the_command_quietly(size, status):
     )
     os.close(writer)
     assert (process.returncode, process.stderr) == (status, "")
+
+
+def test_only_failed_saves_of_orbax_lose_their_traceback(monkeypatch):
+    for name in ("excepthook", "unraisablehook"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: reported.append(failure.thread))
+    cli._install_hooks()
+
+    def run(module):
+        scope = {"__name__": module}
+        exec("def fail(): raise OSError(28, 'No space left on device')", scope)
+        thread = threading.Thread(target=scope["fail"])
+        thread.start()
+        thread.join()
+        return thread
+
+    threads = [run(module) for module in ("orbax.checkpoint", "my.writer")]
+    assert reported == threads[1:]

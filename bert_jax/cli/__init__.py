@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import threading
+import traceback
 
 import shtab
 
@@ -81,9 +82,14 @@ def _install_hooks() -> None:
     def filtered(hook, ignore):
         return lambda *failure: None if ignore(*failure) else hook(*failure)
 
-    threading.excepthook = filtered(
-        threading.excepthook, lambda failure: issubclass(failure.exc_type, OSError)
-    )
+    def is_failed_save(failure) -> bool:
+        """Whether a thread of Orbax failed to write."""
+        frames = traceback.walk_tb(failure.exc_traceback)
+        return issubclass(failure.exc_type, OSError) and any(
+            frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in frames
+        )
+
+    threading.excepthook = filtered(threading.excepthook, is_failed_save)
     # Depending on its version, TensorStore's C++ code reports callbacks to one of these two.
     sys.unraisablehook = filtered(
         sys.unraisablehook,
