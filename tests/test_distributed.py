@@ -1,11 +1,13 @@
 """Multi-process runs: parity, kills, changed process counts, and missing processes."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -130,6 +132,57 @@ def test_stuck_step_stops_all_processes(tmp_path):
     assert status == [cli.EXIT_INTERRUPTED] * 2, output
     for text in output:
         assert "(processes by step: 0 at 7, 1 at 6)" in text
+
+
+@pytest.mark.parametrize("silent", [0, 7])
+def test_each_process_reads_few_heartbeats_and_all_end_after_a_loss(silent, monkeypatch):
+    """Twenty threads stand for processes. Only process 0 reads the heartbeats of all."""
+    count, lost_seconds, values, num_read, messages = 20, 1.2, {}, [], {}
+
+    def this():
+        return int(threading.current_thread().name)
+
+    def read(folder):
+        pairs = [(key, values[key]) for key in sorted(values) if key.startswith(folder)]
+        num_read.append((this(), len(pairs)))
+        return pairs
+
+    def end(message, status):
+        messages[this()] = message, status
+        sys.exit()
+
+    store = mock.Mock(key_value_dir_get=read)
+    store.key_value_set = lambda key, value, allow_overwrite: values.update({key: value})
+    monkeypatch.setenv("BERT_JAX_LOST_SECONDS", str(lost_seconds))
+    monkeypatch.setattr(distributed, "_client", lambda: store)
+    monkeypatch.setattr(distributed, "_exit", end)
+    monkeypatch.setattr(jax, "process_index", this)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+
+    def run(watch):
+        with contextlib.suppress(SystemExit):
+            watch._run()
+
+    watches = [distributed.Heartbeat() for _ in range(count)]
+    threads = [
+        threading.Thread(target=run, args=(watch,), name=str(i), daemon=True)
+        for i, watch in enumerate(watches)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(lost_seconds / 2)
+    assert not messages
+    watches[silent]._done.set()
+    began = time.monotonic()
+    for thread in threads:
+        thread.join(60)
+    assert time.monotonic() - began < 2.5 * lost_seconds
+    assert sorted(messages) == [i for i in range(count) if i != silent]
+    for message, status in messages.values():
+        assert message.startswith(f"process {silent} of {count} has been silent for")
+        assert status == cli.EXIT_INTERRUPTED
+    assert max(number for process, number in num_read if process) <= 2
+    assert max(number for process, number in num_read) < count
 
 
 def test_processes_with_different_configs_are_rejected(tmp_path, rows):

@@ -253,8 +253,10 @@ class StopFlag:
 class Heartbeat:
     """Heartbeats between processes, to detect and report one that is lost or stuck.
 
-    Collectives wait forever for a lost process. When the heartbeats of another process stop, a
-    thread therefore exits this process with status 75, which asks for the run to be restarted.
+    Collectives wait forever for a lost process. Process 0 therefore watches the heartbeats of all
+    others, and they watch those of process 0, which hosts the store. When they stop, a thread exits
+    the process with status 75, which asks for the run to be restarted, and its message ends the
+    others. In the store, all read `to_all`, which has at most two keys, and only process 0 `to_0`.
 
     Attributes:
         step: number of training steps that this process has dispatched.
@@ -285,7 +287,7 @@ class Heartbeat:
 
     def _report(self, message: str) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            key = f"{_PREFIX}/gone"
+            key = f"{_PREFIX}/to_all/gone"
             _client().key_value_set(key, message, allow_overwrite=True)
             if jax.process_index() == 0:  # it hosts the store: let the others read the message
                 time.sleep(2 * self._interval())
@@ -294,10 +296,15 @@ class Heartbeat:
     def _interval(self) -> float:
         return min(self._lost_seconds / 6, 5.0)
 
+    @staticmethod
+    def _read(folder: str) -> dict[str, str]:
+        pairs = _client().key_value_dir_get(f"{_PREFIX}/{folder}/")
+        return {key.rpartition("/")[2]: value for key, value in pairs}
+
     def _run(self) -> None:
-        client, this = _client(), jax.process_index()
-        # All processes watch process 0, and process 0 watches all.
-        others = [0] if this else range(1, jax.process_count())
+        this = jax.process_index()
+        key = f"{_PREFIX}/{'to_0' if this else 'to_all'}/{this}"
+        others = ["0"] if this else [str(i) for i in range(1, jax.process_count())]
         last_heartbeat = {process: ("", time.monotonic()) for process in others}
         last_progress, beat = (self.step, time.monotonic()), 0
         while not self._done.wait(self._interval()):
@@ -305,14 +312,14 @@ class Heartbeat:
             if last_progress[0] != self.step:
                 last_progress = self.step, now
             try:
-                heartbeat = f"{beat} {self.step}"
-                client.key_value_set(f"{_PREFIX}/alive/{this}", heartbeat, allow_overwrite=True)
-                heartbeats = dict(client.key_value_dir_get(f"{_PREFIX}/alive/"))
-                store = dict(client.key_value_dir_get(f"{_PREFIX}/"))
+                _client().key_value_set(key, f"{beat} {self.step}", allow_overwrite=True)
+                heartbeats = self._read("to_all")
+                is_stuck = now - last_progress[1] > self._stuck_seconds
+                if not this or is_stuck:
+                    heartbeats |= self._read("to_0")
             except jax.errors.JaxRuntimeError:
                 continue  # process 0 hosts the store: a failure counts as its silence
-            heartbeats = {int(key.rpartition("/")[2]): value for key, value in heartbeats.items()}
-            if message := store.get(f"{_PREFIX}/gone"):
+            if message := heartbeats.pop("gone", ""):
                 _exit(f"{message}; run the same command to resume", EXIT_INTERRUPTED)
             for process, (previous, since) in last_heartbeat.items():
                 heartbeat = heartbeats.get(process, "")
@@ -323,8 +330,10 @@ class Heartbeat:
                         f"process {process} of {jax.process_count()} has been silent for "
                         f"{now - since:.0f} s"
                     )
-            if now - last_progress[1] > self._stuck_seconds:
-                steps = ", ".join(f"{p} at {heartbeats[p].split()[1]}" for p in sorted(heartbeats))
+            if is_stuck:
+                steps = ", ".join(
+                    f"{p} at {heartbeats[p].split()[1]}" for p in sorted(heartbeats, key=int)
+                )
                 self._report(
                     f"no step for {now - last_progress[1]:.0f} s (processes by step: {steps})"
                 )
