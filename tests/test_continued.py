@@ -242,7 +242,7 @@ def source_of(pretrained, seed):
 
 def test_python_api_pretrains_on_texts(pretrained, tmp_path, monkeypatch):
     runs = []
-    monkeypatch.setattr(api.train, "train", lambda *run, start: runs.append((run, start)))
+    monkeypatch.setattr(api.train, "train", lambda *run, start, **_: runs.append((run, start)))
     loaded = api.load(pretrained)
     monkeypatch.setattr(api, "load", lambda folder: loaded)
     texts = [f"The king sees river {n}.\nHe follows it.\nThe city is old." for n in range(40)]

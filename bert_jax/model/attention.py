@@ -261,7 +261,9 @@ def choose(config: TrainConfig, platform: str, tensor: int, tokens: int) -> Choi
 
 def resolve(config: TrainConfig, tokens: int) -> str:
     """Return the implementation for rows of T tokens on the local devices."""
-    tensor = sharding.mesh_sizes(config.mesh, jax.device_count())[-1]
+    tensor = config.mesh.tensor
+    if tensor == -1:
+        tensor = sharding.mesh_sizes(config.mesh, jax.device_count())[-1]
     return choose(config, jax.devices()[0].platform, tensor, tokens).implementation
 
 
