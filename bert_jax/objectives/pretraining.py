@@ -144,7 +144,7 @@ def _warn(line: str) -> None:
 
 
 def abstract_phases(
-    config: Config, sequences: int, implementation: Callable[[int], str] = lambda _: "xla"
+    config: Config, sequences: int, implementation: Callable[[int], str] | None = None
 ) -> tuple[Config, list[Phase]]:
     """Return phases of the shapes that `make_phases` would give, to compile on a machine without data.
 
@@ -153,7 +153,7 @@ def abstract_phases(
     Args:
         config: validated config.
         sequences: S of the phases that name no rows.
-        implementation: maps T to the implementation of attention.
+        implementation: maps T to the implementation of attention; None for that of the config.
 
     Returns:
         The config with the vocabulary size filled in (`DEFAULT_VOCAB_SIZE` if unknown), and the
@@ -177,7 +177,7 @@ def abstract_phases(
         manifest = manifests[i]
         row_format = manifest.format if manifest else default_format
         continuation = np.zeros(vocab_size, bool)
-        name = implementation(row_format.tokens)
+        name = implementation(row_format.tokens) if implementation else config.model.attention
         phases.append(_phase(config, i, row_format, name, 0, continuation, None, teacher))
     return config, phases
 

@@ -350,8 +350,8 @@ def preflight(
         return attention.choose(config, platform, sizes[-1], tokens).implementation
 
     # GPU kernels cannot be traced without the GPU's libraries, and nothing is compiled for GPUs.
-    traced = [implementation] if topology.is_tpu else []
-    config, phases = pretraining.abstract_phases(config, sequences, *traced)
+    traced = implementation if topology.is_tpu else lambda _: "xla"
+    config, phases = pretraining.abstract_phases(config, sequences, traced)
     if topology.is_tpu:
         devices = tpu_devices(topology)
         mesh = sharding.make_mesh(config.mesh, list(devices))
