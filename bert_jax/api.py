@@ -180,8 +180,8 @@ class Model:
 
         Args:
             texts: the texts.
-            settings: fields of `EmbedConfig` (pooling, layers, normalize, tokens), and long,
-                overlap_tokens and weights as for `Embedder`.
+            settings: fields of `EmbedConfig` (pooling, layers, normalize, tokens, prompt, include_prompt,
+                truncate_dim), and long, overlap_tokens and weights as for `Embedder`.
 
         Returns:
             [N, D]; with pooling="none" a list of [tokens, D].

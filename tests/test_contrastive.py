@@ -174,6 +174,9 @@ def test_embed_settings_default_to_those_of_the_checkpoint():
     start = EmbedConfig(pooling="cls", normalize=True, tokens=50)
     config = FinetuneConfig(task=TaskConfig(tokens=40))
     assert finetuning.embed_config(config, start) == start
+    # Training has no prompt and no truncated vectors.
+    other = dataclasses.replace(start, prompt="query: ", include_prompt=False, truncate_dim=5)
+    assert finetuning.embed_config(config, other) == start
     assert finetuning.embed_config(config, EmbedConfig()) == EmbedConfig(tokens=40)
     config.embed = EmbedConfig(tokens=30, layers="all")
     expected = EmbedConfig(pooling="cls", normalize=True, tokens=30, layers="all")

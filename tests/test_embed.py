@@ -223,6 +223,12 @@ def test_long_texts_are_truncated_or_windowed():
     make = embedder(tokens=12, long="window", overlap_tokens=4, pooling="cls")
     close(list(make(texts))[1], np.mean([x[0] for x in parts], 0))
 
+    # A prompt of 7 tokens is left out, and the [CLS] of both windows that have tokens of it.
+    prompt = {"prompt": " ".join(texts[1].split()[:7]), "include_prompt": False}
+    make = embedder(tokens=12, long="window", overlap_tokens=4, **prompt)
+    own = [counted[0][8:], counted[1][1:], *counted[2:]]
+    close(next(make([" " + " ".join(texts[1].split()[7:])])), np.concatenate(own).mean(0))
+
     make = embedder(tokens=12, long="window", overlap_tokens=4, pooling="none")
     tokens, vectors = list(make.with_tokens(texts))[1]
     assert tokens.tolist() == VOCABULARY.encode(texts[1])

@@ -313,6 +313,9 @@ def _add_vectors(sub, *poolings: str) -> None:
         "embeddings, --layers=-4,-1 concatenates two layers",
     )
     sub.add_argument("--tokens", type=int, help="maximum tokens per text (default: all positions)")
+    sub.add_argument(
+        "--prompt", help="put this before every text (default: the prompt of a sentence encoder)"
+    )
 
 
 def _open_encoder(options) -> Any:
@@ -320,7 +323,7 @@ def _open_encoder(options) -> Any:
     from bert_jax.convert.source import open_model
 
     opened = open_model(options.init, options.checkpoint)
-    for name in ("pooling", "layers", "normalize", "tokens"):
+    for name in ("pooling", "layers", "normalize", "tokens", "prompt"):
         if (value := getattr(options, name, None)) is not None:
             setattr(opened.config.embed, name, value)
     return opened

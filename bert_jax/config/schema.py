@@ -438,6 +438,13 @@ class EmbedConfig:
     normalize: bool = False
     # Truncate texts to this many tokens; 0 takes model.positions.
     tokens: int = _not_negative(0)
+    # What `embed` puts before every text; fine-tuning uses no prompt.
+    prompt: str = ""
+    # Whether the vectors count the tokens of the prompt and the [CLS] before it. If not, "cls" takes
+    # the first token after them.
+    include_prompt: bool = True
+    # Keep this many leading values of the vector of a text, after scaling to unit length; 0 keeps all.
+    truncate_dim: int = _not_negative(0)
 
 
 TRACKERS = ("wandb", "mlflow")

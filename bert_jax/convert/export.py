@@ -19,6 +19,7 @@ from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
 from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes, split_generator
 from bert_jax.model.flops import parameter_count
@@ -116,7 +117,7 @@ def export(
             converted = _converted(*generator, vocabulary)
             _write_model(folder / "generator", *converted, tokenizer)
         if embed != EmbedConfig() and embed.layers == "last" and embed.pooling != "none":
-            _write_sentence_encoder(folder, config)
+            _write_sentence_encoder(folder, config, vocabulary)
         files.write(folder / "README.md", text)
     return settings
 
@@ -195,7 +196,9 @@ def _order_metadata(path: pathlib.Path) -> None:
             file.write(ordered.ljust(size))
 
 
-def _write_sentence_encoder(folder: pathlib.Path, config: TrainConfig) -> None:
+def _write_sentence_encoder(
+    folder: pathlib.Path, config: TrainConfig, vocabulary: Vocabulary
+) -> None:
     """Write the files with which sentence-transformers computes the vectors of `bert-jax embed`."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if config.embed.normalize else [])]
     modules = [
@@ -208,15 +211,21 @@ def _write_sentence_encoder(folder: pathlib.Path, config: TrainConfig) -> None:
         for i, kind in enumerate(kinds)
     ]
     files.write_json(folder / "modules.json", modules)
-    tokens = config.embed.tokens or config.model.positions
+    tokens, embed = config.embed.tokens or config.model.positions, config.embed
+    defaults = {"truncate_dim": embed.truncate_dim or None}
+    if embed.prompt:
+        defaults |= {"prompts": {"default": embed.prompt}, "default_prompt_name": "default"}
+    files.write_json(folder / "config_sentence_transformers.json", defaults)
     files.write_json(
-        folder / "sentence_bert_config.json", {"max_seq_length": tokens, "do_lower_case": False}
+        folder / "sentence_bert_config.json",
+        {"max_seq_length": tokens, "do_lower_case": vocabularies.lowercases(vocabulary)},
     )
     (folder / "1_Pooling").mkdir()
     pooling = {
         "word_embedding_dimension": config.model.hidden,
         "pooling_mode_cls_token": config.embed.pooling == "cls",
         "pooling_mode_mean_tokens": config.embed.pooling == "mean",
+        "include_prompt": embed.include_prompt,
     }
     files.write_json(folder / "1_Pooling" / "config.json", pooling)
     if config.embed.normalize:

@@ -58,9 +58,23 @@ _WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+# Modules of sentence-transformers that are a model of transformers; its first version named the class.
+_TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT", "CamemBERT", "XLMRoBERTa")
+_MODULES, _DEFAULTS = "modules.json", "config_sentence_transformers.json"
+_SENTENCE_CONFIGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# The only values of other settings of a sentence encoder that are supported.
+_SUPPORTED: dict[str, Any] = {
+    "transformer_task": "feature-extraction",
+    "module_output_name": "token_embeddings",
+    **{f"{kind}_args": {} for kind in ("tokenizer", "config")},
+    **{f"{kind}_kwargs": {} for kind in ("processor", "processing", "config")},
+}
 _BESIDE_WEIGHTS = (
     *("config.json", "bert_config.json", "vocab.txt", *vocabularies.FILES),
-    *("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),
+    *(_MODULES, _DEFAULTS, *_SENTENCE_CONFIGS, "1_Pooling/config.json"),
 )
 
 # What reading JSON of an unknown structure can raise.
@@ -122,7 +136,9 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
     if storage.is_remote(source) and path.suffix != ".txt":
         path = storage.local(source, (*_BESIDE_WEIGHTS, wordpiece.SETTINGS))
     is_run, is_model = workdir.holds_run(path), _is_source(source) and path.suffix != ".txt"
-    if not is_run and not ((path / "config.json").is_file() if path.is_dir() else is_model):
+    if path.is_dir():
+        is_model = (_transformer_folder(path) / "config.json").is_file()
+    if not is_run and not is_model:
         return vocabularies.load(source, lowercase)
     folder = path if path.is_dir() else _find(source, None, weights=False)[0]
     try:
@@ -196,7 +212,7 @@ def read(
         if prefix:
             settings, tensors, used = _google(folder, prefix)
         else:
-            settings, tensors, used = _hugging_face(folder)
+            settings, tensors, used = _hugging_face(_transformer_folder(folder))
         family = FAMILIES[huggingface.family_of(settings)]
         names = huggingface.canonical(tensors, family)
         canonical = {new: tensors[old] for new, old in names.items()}
@@ -240,7 +256,7 @@ def read(
         "guessed_case": lowercase is None
         and vocabulary_file is not None
         and vocabulary_file.name == "vocab.txt"
-        and not (folder / "tokenizer_config.json").is_file(),
+        and not (_transformer_folder(folder) / "tokenizer_config.json").is_file(),
     }
     return Imported(config, vocabulary, params, about)
 
@@ -383,17 +399,22 @@ def _download(name: str, revision: str | None, weights: bool) -> pathlib.Path:
     try:
         info = hub.HfApi().model_info(name, revision=revision, timeout=20)
         available = [file.rfilename for file in info.siblings or []]
-        names = _WEIGHTS if weights else _BESIDE_WEIGHTS
+        prefix = ""
+        if _MODULES in available:
+            root = pathlib.Path(hub.hf_hub_download(name, _MODULES, revision=revision)).parent
+            prefix = f"{where}/" if (where := _transformer_path(root)) else ""
+        names = [f"{prefix}{file}" for file in (_WEIGHTS if weights else _BESIDE_WEIGHTS)]
         first = next((file for file in names if file in available), None)
         if first is None:
             raise UserError(f"{name} on the hub has none of {', '.join(names)}")
         path = hub.hf_hub_download(name, first, revision=revision)
-        files_needed = [file for file in _BESIDE_WEIGHTS if file in available]
+        files_needed = {*_BESIDE_WEIGHTS, *(f"{prefix}{file}" for file in _BESIDE_WEIGHTS)}
+        files_needed &= {*available}
         if first.endswith(".index.json"):
-            files_needed += _shards(pathlib.Path(path))
-        for file in files_needed:
+            files_needed |= {f"{prefix}{file}" for file in _shards(pathlib.Path(path))}
+        for file in sorted(files_needed):
             hub.hf_hub_download(name, file, revision=revision)
-        return pathlib.Path(path).parent  # the first file lies in the root folder
+        return pathlib.Path(path).parents[1 if prefix else 0]
     except errors.GatedRepoError:
         problem = "the model is gated: accept its terms on the hub and run `hf auth login`"
     except errors.RevisionNotFoundError:
@@ -587,6 +608,16 @@ def _vocabulary(
     """Return the vocabulary with the tokenizer's settings, and the file it was read from."""
     if vocab is not None:
         return vocabularies.load(vocab, lowercase), None
+    vocabulary, file = _folder_vocabulary(_transformer_folder(folder), lowercase, without_added)
+    sentence, name = _sentence_config(folder)
+    if lowercase is None and _setting(sentence, "do_lower_case", False, name):
+        vocabulary = vocabularies.lowercased(vocabulary)
+    return vocabulary, file
+
+
+def _folder_vocabulary(
+    folder: Traversable, lowercase: bool | None, without_added: bool
+) -> tuple[Vocabulary, Traversable]:
     listed, tokenizer = folder / "vocab.txt", folder / "tokenizer.json"
     saved, extra = folder / "tokenizer_config.json", folder / "added_tokens.json"
     settings = _json(saved) if saved.is_file() else {}
@@ -701,19 +732,62 @@ def _fitting_vocabulary(
     return vocabulary, file
 
 
+# --- Sentence encoders ----------------------------------------------------------------------------
+
+
+def _modules(folder: Traversable) -> dict[str, str]:
+    """Return the subfolder of each module of a sentence-transformers folder, "" for its root."""
+    listed = folder / _MODULES
+    if not listed.is_file():
+        return {}
+    try:
+        kinds = {
+            m["type"].rpartition(".")[2]: (m["path"] or "").removesuffix("/")
+            for m in json.loads(_bytes(listed))
+        }
+    except _MALFORMED as error:
+        raise UserError(f"{_MODULES} cannot be read: {_one_line(error)}") from None
+    for where in kinds.values():
+        if where and not _is_beside(where):
+            raise UserError(f"{_MODULES} lists {where!r}, which is not a subfolder")
+    return kinds
+
+
+def _transformer_path(folder: Traversable) -> str:
+    """Return the subfolder of the weights and the tokenizer, "" except in some sentence encoders."""
+    modules = _modules(folder)
+    return next((modules[kind] for kind in _TRANSFORMERS if kind in modules), "")
+
+
+def _transformer_folder(folder: Traversable) -> Traversable:
+    return folder / where if (where := _transformer_path(folder)) else folder
+
+
+def _sentence_config(folder: Traversable) -> tuple[dict[str, Any], str]:
+    """Return the settings of the first module of a sentence encoder, and the name of their file."""
+    for name in _SENTENCE_CONFIGS if (folder / _MODULES).is_file() else ():
+        file = _transformer_folder(folder) / name
+        if settings := _json(file) if file.is_file() else {}:
+            return settings, name
+    return {}, ""
+
+
+def _setting(settings: dict[str, Any], name: str, default: Any, file: str) -> Any:
+    """Return a setting of the same type as its default, which stands for null."""
+    value = settings.get(name)
+    if value is not None and type(value) is not type(default):
+        kinds = {bool: "true or false", int: "a whole number", str: "text", dict: "an object"}
+        raise UserError(f"{file}: {name} is {value!r}, not {kinds[type(default)]}")
+    return default if value is None else value
+
+
 def _embed_config(
     folder: Traversable, positions: int, allow_unexpected: Collection[str]
 ) -> EmbedConfig:
-    """Return the pooling settings of a sentence-transformers folder."""
-    embed = EmbedConfig()
-    listed = folder / "modules.json"
-    if not listed.is_file():
+    """Return the settings of a sentence-transformers folder."""
+    embed, modules = EmbedConfig(), _modules(folder)
+    if not (folder / _MODULES).is_file():
         return embed
-    try:
-        modules = json.loads(_bytes(listed))
-        kinds = {m["type"].rpartition(".")[2]: m["path"] or "" for m in modules}
-    except _MALFORMED as error:
-        raise UserError(f"modules.json cannot be read: {_one_line(error)}") from None
 
     def refuse(name: str, what: str) -> None:
         if not _matches(name, allow_unexpected):
@@ -722,22 +796,45 @@ def _embed_config(
                 f"--allow-unexpected {name}"
             )
 
-    for kind in kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
+    for kind in sorted(modules.keys() - {*_TRANSFORMERS, "Pooling", "Normalize"}):
         refuse(kind, f"the sentence encoder has a module {kind}")
-    embed.normalize = "Normalize" in kinds
-    where = kinds.get("Pooling", "")
-    if where and not _is_beside(where):
-        raise UserError(f"modules.json lists {where!r}, which is not a subfolder")
-    if "Pooling" in kinds and (file := folder / where / "config.json").is_file():
+    embed.normalize = "Normalize" in modules
+    if "Pooling" in modules and (file := folder / modules["Pooling"] / "config.json").is_file():
         pooling = _json(file)
         prefix = "pooling_mode_"
         modes = {k.removeprefix(prefix) for k, on in pooling.items() if k.startswith(prefix) and on}
-        modes = {str(pooling["pooling_mode"])} if "pooling_mode" in pooling else modes
+        if "pooling_mode" in pooling:
+            mode = pooling["pooling_mode"]
+            modes = {*map(str, mode if isinstance(mode, list) else [mode])}
         if modes in ({"cls_token"}, {"cls"}):
             embed.pooling = "cls"
-        elif modes not in ({"mean_tokens"}, {"mean"}):
+        elif modes and modes not in ({"mean_tokens"}, {"mean"}):
             refuse("Pooling", f"the sentence encoder pools by {', '.join(sorted(modes))}")
-    if (file := folder / "sentence_bert_config.json").is_file():
-        length = _json(file).get("max_seq_length")
-        embed.tokens = length if isinstance(length, int) and 3 <= length <= positions else 0
+        embed.include_prompt = _setting(
+            pooling, "include_prompt", True, f"{modules['Pooling']}/config.json"
+        )
+    sentence, name = _sentence_config(folder)
+    for option, usual in _SUPPORTED.items():
+        if (value := _setting(sentence, option, usual, name)) != usual:
+            refuse(option, f"{name} sets {option} to {value!r}")
+    embed.tokens = _max_tokens(folder, sentence, name, positions)
+    if (file := folder / _DEFAULTS).is_file():
+        defaults = _json(file)
+        embed.truncate_dim = _setting(defaults, "truncate_dim", 0, _DEFAULTS)
+        prompts = {"query": "", "document": ""} | _setting(defaults, "prompts", {}, _DEFAULTS)
+        if default := _setting(defaults, "default_prompt_name", "", _DEFAULTS):
+            if default not in prompts:
+                raise UserError(
+                    f"{_DEFAULTS}: default_prompt_name is {default!r}, which is not in prompts"
+                )
+            embed.prompt = _setting(prompts, default, "", _DEFAULTS)
     return embed
+
+
+def _max_tokens(folder: Traversable, sentence: dict[str, Any], name: str, positions: int) -> int:
+    """Return the maximum length of a sentence encoder's texts, or 0 for all positions."""
+    length = _setting(sentence, "max_seq_length", 0, name)
+    saved = _transformer_folder(folder) / "tokenizer_config.json"
+    if not length and saved.is_file():
+        length = _json(saved).get("model_max_length")
+    return length if isinstance(length, int) and 3 <= length <= positions else 0

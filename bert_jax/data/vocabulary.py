@@ -238,6 +238,10 @@ def read_wordpiece(text: str) -> tuple[Vocabulary, list[str]]:
     """
     file = json.loads(text)
     model, normalizer = file["model"], file.get("normalizer") or {}
+    # sentence-transformers writes such a sequence for its do_lower_case.
+    steps = normalizer.get("normalizers") or []
+    is_lowercased = [step.get("type") for step in steps] == ["Lowercase", "BertNormalizer"]
+    normalizer = steps[1] if is_lowercased else normalizer
     if (kind := _model_type(model)) != "WordPiece":
         raise ValueError(f"its model is {kind}, not WordPiece")
     if normalizer.get("type") != "BertNormalizer":
@@ -266,7 +270,30 @@ def read_wordpiece(text: str) -> tuple[Vocabulary, list[str]]:
         normalizer.get("strip_accents"),
         bool(normalizer.get("handle_chinese_chars", True)),
     )
+    vocabulary = lowercased(vocabulary) if is_lowercased else vocabulary
     return vocabulary, [token for token in added if token not in SPECIAL]
+
+
+def lowercased(vocabulary: Vocabulary) -> Vocabulary:
+    """Return a vocabulary that lowercases texts before anything else, and keeps their accents."""
+    if lowercases(vocabulary):
+        return vocabulary
+    if not isinstance(vocabulary, TokenizerVocabulary):
+        accents = bool(vocabulary.strip_accents)
+        return dataclasses.replace(vocabulary, lowercase=True, strip_accents=accents)
+    tokenizer = json.loads(vocabulary.to_bytes())
+    steps = [{"type": "Lowercase"}, *filter(None, [tokenizer.get("normalizer")])]
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    contents = vocabulary.contents | {TOKENIZER: json.dumps(tokenizer).encode()}
+    return dataclasses.replace(vocabulary, files=tuple(contents.items()))
+
+
+def lowercases(vocabulary: Vocabulary) -> bool:
+    """Whether a vocabulary lowercases all texts."""
+    if not isinstance(vocabulary, TokenizerVocabulary):
+        return vocabulary.lowercase
+    normalizer = json.loads(vocabulary.to_bytes()).get("normalizer") or {}
+    return any(x.get("type") == "Lowercase" for x in normalizer.get("normalizers", [normalizer]))
 
 
 def from_files(contents: Mapping[str, bytes]) -> TokenizerVocabulary:

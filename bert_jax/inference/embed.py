@@ -144,8 +144,8 @@ class _Chunk:
 class Embedder:
     """Text embeddings from a loaded model.
 
-    `config.embed` selects the hidden states, the pooling and the maximum number of tokens per text.
-    Several layers are concatenated, or summed if `weights` are given.
+    `config.embed` selects the hidden states, the pooling, the maximum number of tokens per text and
+    the prompt. Several layers are concatenated, or summed if `weights` are given.
 
     Args:
         config, vocabulary, params: as returned by `checkpoint.load_model`.
@@ -202,11 +202,17 @@ class Embedder:
         if not np.isfinite(weights).all():
             raise UserError(f"layer weights must be finite numbers, not {list(weights)}")
         self.vocabulary, self.pooling = vocabulary, embed.pooling
-        self.dimension = model.hidden * (1 if weights else len(layers))
+        self._dimension = model.hidden * (1 if weights else len(layers))
+        kept = 0 if embed.pooling == "none" else embed.truncate_dim
+        self.dimension = min(kept or self._dimension, self._dimension)
         self._heads, self.counts = model.heads, Counts()
         self._max_tokens = max_tokens - 2  # without [CLS] and [SEP]
         self._windowing, self._overlap = long == "window", overlap_tokens
         self._normalize, self._tokenizer = embed.normalize, vocabulary.tokenizer()
+        self._prompt, self._num_skipped = embed.prompt, 0  # tokens, including [CLS]
+        if embed.prompt and not embed.include_prompt:
+            length = len(next(self._tokenize([""])))  # of the prompt
+            self._num_skipped = 1 + (length if self._windowing else min(length, self._max_tokens))
         mesh = sharding.make_mesh(MeshConfig(), jax.local_devices())
         self._devices, self._split = mesh.size, sharding.row_sharding(mesh)
         self._params = jax.device_put(params, sharding.replicated(mesh))
@@ -217,7 +223,7 @@ class Embedder:
         )
         # Limit the memory of vectors: one per text, or without pooling up to about one per
         # character (in Chinese).
-        max_vectors = max(_CHUNK_BYTES // (4 * self.dimension), 1)
+        max_vectors = max(_CHUNK_BYTES // (4 * self._dimension), 1)
         self._chunk_texts = min(max_vectors, _CHUNK_TEXTS)
         self._chunk_characters = 4 * _CHUNK_BATCHES * self._batch_tokens
         if embed.pooling == "none":
@@ -284,14 +290,14 @@ class Embedder:
         if self.pooling == "none":
             vectors = [np.empty((len(ids), self.dimension), np.float32) for ids in tokens]
         else:
-            vectors = np.zeros((len(texts), self.dimension), np.float32)
+            vectors = np.zeros((len(texts), self._dimension), np.float32)
         return _Chunk(tokens, counted, batches, len(batches), vectors)
 
     def _tokenize(self, texts: list[str]) -> Iterator[np.ndarray]:
         for start in range(0, len(texts), _TOKENIZE_TEXTS):
             # Strings of Python may contain lone surrogates, which the tokenizer rejects.
             part = [
-                text.encode(errors="replace").decode()
+                (self._prompt + text).encode(errors="replace").decode()
                 for text in texts[start : start + _TOKENIZE_TEXTS]
             ]
             for encoding in self._tokenizer.encode_batch_fast(part, add_special_tokens=False):
@@ -309,13 +315,16 @@ class Embedder:
             if length > self._max_tokens:
                 window_tokens = self._with_special(tokens[1:-1][start : start + self._max_tokens])
             counted = np.zeros(len(window_tokens), bool)
+            skipped = self._num_skipped - start
             if self.pooling == "cls":
-                counted[0] = True
+                counted[skipped if not start and skipped < len(counted) else 0] = True
             else:
                 # Without pooling, a windowed text keeps one [CLS] and one [SEP].
                 counted[0] = self.pooling == "mean" or first == 0
                 counted[first - start + 1 : last - start + 1] = True
                 counted[-1] = self.pooling == "mean" or last == length
+            if self.pooling == "mean":
+                counted[: max(skipped, 0)] = False
             yield _Piece(text, window_tokens, counted, first + (first > 0))
 
     def _batches(self, pieces: list[_Piece]) -> Iterator[_Batch]:
@@ -382,9 +391,11 @@ class Embedder:
         chunk.num_pending -= 1
         if not chunk.num_pending:
             if self.pooling != "none":
-                chunk.vectors /= chunk.counted[:, None]
+                # A text that merges with the prompt into fewer tokens has none of its own.
+                chunk.vectors /= np.maximum(chunk.counted, 1)[:, None]
             for tokens, vectors in zip(chunk.tokens, chunk.vectors, strict=True):
-                yield tokens, embeddings.unit_vectors(vectors) if self._normalize else vectors
+                vectors = embeddings.unit_vectors(vectors) if self._normalize else vectors
+                yield tokens, vectors[..., : self.dimension]
 
 
 def _slots(tokens: int) -> int:

@@ -184,7 +184,8 @@ def embed_config(
 ) -> EmbedConfig:
     """Return how a sentence encoder pools: settings at their defaults are the checkpoint's.
 
-    Longer texts are truncated as in training unless the checkpoint has a maximum of its own.
+    Longer texts are truncated as in training unless the checkpoint has a maximum of its own. Its prompt
+    and dimensions are not inherited: training has neither.
 
     Args:
         config: the config.
@@ -195,7 +196,8 @@ def embed_config(
     inherited = {
         field.name: getattr(start, field.name)
         for field in dataclasses.fields(EmbedConfig)
-        if getattr(config.embed, field.name) == getattr(default, field.name)
+        if field.name not in ("prompt", "include_prompt", "truncate_dim")
+        and getattr(config.embed, field.name) == getattr(default, field.name)
         and f"embed.{field.name}" not in keys
     }
     embed = dataclasses.replace(config.embed, **inherited)
