@@ -45,6 +45,7 @@ from bert_jax.inference.fill_mask import Candidate, Inputs, MaskFiller, inputs_o
 from bert_jax.inference.sentence_scores import SentenceScorer, TokenScore
 from bert_jax.model.bert import Bert, Params, last_tokens
 from bert_jax.objectives import initial, pretraining
+from bert_jax.runtime import device
 from bert_jax.storage import files
 from bert_jax.tasks import tables
 from bert_jax.tasks.conll import TokenClassification
@@ -330,6 +331,7 @@ def pretrain(
             "pretrain(): rows already contain texts and a vocabulary: pass rows without texts and vocab"
         )
     settings = _config(config, changes, Config)
+    device.check(settings, jax.default_backend())  # before rows are prepared
     folders = [str(folder) for folder in rows]
     data = pathlib.Path(workdir) / "data"
     if not folders and (texts is not None or (data / "text.jsonl").exists()):
@@ -386,6 +388,7 @@ def finetune(
             f"finetune(): examples has the split {min(unknown)!r}: use train, dev and test"
         )
     settings = _config(config, changes, FinetuneConfig)
+    device.check(settings, jax.default_backend())
     for split, records in (examples or {}).items():
         path = pathlib.Path(workdir) / "data" / f"{split}.jsonl"
         _write_lines(path, records)

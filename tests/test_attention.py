@@ -284,7 +284,7 @@ def test_auto_selects_a_kernel_that_supports_the_config(platform, changes, imple
 
 def test_auto_depends_on_the_tokens_of_each_phase():
     line = describe(run_config(), "tpu", 1, [8, 128, 512, 512])
-    assert line.startswith("attention: xla at T=8 and T=128 (")
+    assert line.startswith("attention: xla at T=8, 128 (")
     assert "splash at T=512 (" in line
     assert choose(run_config(attention="splash"), "tpu", 1, 8).implementation == "splash"
     phases = [PhaseConfig(tokens=8, fraction=0.5), PhaseConfig(tokens=512, fraction=0.5)]

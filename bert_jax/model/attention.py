@@ -278,9 +278,9 @@ def describe(config: TrainConfig, platform: str, tensor: int, tokens: Sequence[i
         choice = choose(auto, platform, tensor, t)
         if config.model.attention not in ("auto", choice.implementation):
             choice = choose(config, platform, tensor, t)
-        sizes.setdefault(choice, []).append(f"T={t}")
-    return "attention: " + ", ".join(
-        f"{name}{' at ' + ' and '.join(of) if len(sizes) > 1 else ''} ({reason})"
+        sizes.setdefault(choice, []).append(str(t))
+    return "attention: " + "; ".join(
+        f"{name}{' at T=' + ', '.join(of) if len(sizes) > 1 else ''} ({reason})"
         for (name, reason), of in sizes.items()
     )
 
