@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -61,6 +62,7 @@ def server(request, tmp_path_factory):
 def url(server, request):
     """Return the URL of an empty folder on the server."""
     server.proxy.failures, server.proxy.fail_every, server.proxy.is_down = [], 0, False
+    server.proxy.silent_every = 0
     return f"{server.url}/{request.node.originalname}"
 
 
@@ -165,6 +167,45 @@ def test_permanent_errors_are_not_reported_as_an_outage(raised, says):
     assert not isinstance(error.value, Unavailable)
 
 
+@pytest.mark.parametrize(
+    ("kind", "codes"),
+    [
+        ("denied", "PERMISSION_DENIED UNAUTHENTICATED"),
+        ("refuses", "FAILED_PRECONDITION INVALID_ARGUMENT NOT_FOUND OUT_OF_RANGE UNIMPLEMENTED"),
+        (
+            "answer",
+            "ABORTED CANCELLED DATA_LOSS DEADLINE_EXCEEDED INTERNAL RESOURCE_EXHAUSTED UNAVAILABLE UNKNOWN",
+        ),
+    ],
+)
+def test_status_codes_of_tensorstore(kind, codes):
+    for code in codes.split():
+        with pytest.raises(UserError, match=kind) as error, storage.errors_of("cannot save"):
+            raise ValueError(f"{code}: Error reading gs://b/x [source locations='a.cc:1']")
+        assert isinstance(error.value, Unavailable) is (kind == "answer"), code
+
+
+@on_both
+def test_a_silent_server_is_reported_once_and_given_up(server, url, monkeypatch, capfd):
+    monkeypatch.setattr(storage.objects, "_DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr(storage.objects, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(storage.objects, "_last_quiet", [-100.0])
+    server.proxy.silent_every = 1
+    for call in (storage.listing, storage.read, lambda url: storage.write(url, b"")):
+        with pytest.raises(Unavailable, match=url):
+            call(f"{url}/a")
+    assert capfd.readouterr().err.count(url) == 1
+
+
+def test_a_repeated_part_of_an_upload_is_refused(server, url, tmp_path):
+    """The server has it, but its answer was lost."""
+    content = os.urandom(6 << 20)
+    (tmp_path / "large").write_bytes(content)
+    server.proxy.failures = [0, 503, 410]  # to the session, the part, and the part again
+    storage.upload([tmp_path / "large"], [f"{url}/large"])
+    assert storage.read(f"{url}/large") == content
+
+
 # --- The lease ------------------------------------------------------------------------------------
 
 
@@ -263,7 +304,7 @@ def test_copies_are_deleted_only_where_their_process_is_known_to_be_dead(
     def folder_of(**changes):
         with monkeypatch.context() as patched:
             patched.setattr(copies, "this_process", lambda: here | changes)
-            path = copies._process_folder.__wrapped__()
+            path = copies.process_folder.__wrapped__()
         path.mkdir()
         return path
 
@@ -271,10 +312,69 @@ def test_copies_are_deleted_only_where_their_process_is_known_to_be_dead(
     others = {folder_of(pid=process.pid, **change) for change in (
         {"namespace": "pid:[1]"}, {"host": "other"}, {"namespace": ""}
     )}  # fmt: skip
-    copies._process_folder.__wrapped__() if is_known else folder_of(namespace="", pid=1)
+    copies.process_folder.__wrapped__() if is_known else folder_of(namespace="", pid=1)
     assert dead.exists() is not is_known
     assert own.exists()
     assert all(path.exists() for path in others)
+
+
+def test_suspended_owner_leaves_the_mirror_of_the_next_one(server, url, monkeypatch):
+    """Both run on this machine; the first stops when it wakes up."""
+    monkeypatch.setattr(lease_lib, "EXPIRY_SECONDS", 0.5)
+    first = processes.Process(
+        [sys.executable, "-c", f"""if True:
+            import signal
+            from bert_jax import storage
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            with storage.mirrored({url!r}):
+                print("ready", flush=True)
+                signal.sigwait([signal.SIGUSR1])"""],
+        env=server.environment,
+    )  # fmt: skip
+    assert first.stdout.readline() == "ready\n"
+    first.send_signal(signal.SIGSTOP)
+    with storage.mirrored(url) as folder:
+        first.send_signal(signal.SIGUSR1)
+        first.send_signal(signal.SIGCONT)
+        _, error = first.communicate()
+        assert f"{url} was taken over" in error
+        (folder / "metrics.jsonl").write_text("all of it")
+    assert storage.read(f"{url}/metrics.jsonl") == b"all of it"
+
+
+@on_both
+def test_suspended_owner_does_not_write_to_sealed_steps(url, monkeypatch):
+    """It is suspended while it saves a step, which the next owner saves and seals."""
+    tree, create = {"a": jnp.arange(50.0)}, checkpoint._SealedRemote.create
+    other = copies.copy_of(url, "other") / "checkpoints"
+
+    def take_over():
+        storage.write(f"{url}/lease/000009", b"{}")
+        second = checkpoint.Checkpoints(other, CheckpointConfig(), owner="second")
+        second.save(1, tree, tree)
+        second.close()
+
+    async def suspended(self):
+        path = await create(self)
+        monkeypatch.setattr(checkpoint._SealedRemote, "create", create)
+        thread = threading.Thread(target=take_over)
+        thread.start()
+        thread.join()
+        return path
+
+    def save():
+        with storage.mirrored(url) as folder:
+            owner = storage.push(folder)
+            first = checkpoint.Checkpoints(folder / "checkpoints", CheckpointConfig(), owner=owner)
+            monkeypatch.setattr(checkpoint._SealedRemote, "create", suspended)
+            first.save(1, tree, tree)
+            first.close()
+
+    with pytest.raises(UserError, match=f"{url} was taken over"):
+        save()
+    left = checkpoint.Checkpoints(other, CheckpointConfig(), read_only=True)
+    assert left.steps() == [1]
+    assert checkpoint.damage(left.folder_of(1)) is None
 
 
 # --- Files and folders ----------------------------------------------------------------------------
@@ -513,7 +613,7 @@ def test_damaged_checkpoints_are_set_aside(url, capfd):
         for step in (1, 2, 3, 4):
             written.save(step, {"a": jnp.arange(50.0) + step}, {"b": jnp.ones(3)})
         written.close()
-        assert not [s for s in written.steps() if checkpoint.damage(folder / f"checkpoints/{s}")]
+        assert not [s for s in written.steps() if checkpoint.damage(written.folder_of(s))]
         stats = storage.listing(checkpoints)
 
         def largest(step):
@@ -560,12 +660,13 @@ def test_killed_and_preempted_run_resumes_bitwise_identical(
 
 
 @pytest.mark.nightly
-def test_run_resumes_after_a_server_outage(server, url, remote_rows, uninterrupted):
+@pytest.mark.parametrize("fault", ["is_down", "silent_every"])
+def test_run_resumes_after_a_server_outage(server, url, remote_rows, uninterrupted, fault):
     process = start(server, url, remote_rows)
     wait_for_objects(url, 20, process)
-    server.proxy.is_down = True
+    setattr(server.proxy, fault, 1)
     _, result = process.communicate(timeout=300)
-    server.proxy.is_down = False
+    setattr(server.proxy, fault, 0)
     assert process.returncode == cli.EXIT_INTERRUPTED, result
     assert "Traceback" not in result
     assert "the storage does not answer" in result
@@ -593,7 +694,7 @@ def test_run_survives_transient_server_errors(server, url, remote_rows, local_ru
     server.proxy.fail_every = 0
     assert_same_run(url, local_run)
     names = storage.listing(f"{url}/checkpoints")
-    kept = {int(name.split("/")[0]) for name in names if name.endswith("/manifest.json")}
+    kept = {int(name.split("-")[0]) for name in names if name.endswith("/manifest.json")}
     assert kept == {0, 6, 9, 12}
     assert checkpoint.load_model(url, "6")[3] == 6
 

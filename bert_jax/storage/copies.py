@@ -21,6 +21,7 @@ from bert_jax.storage.lease import Lease, this_process
 
 # Files of a run that local copies leave out; Orbax reads checkpoints and states from the storage.
 NOT_COPIED = re.compile(r"(seed_\d+/)?(checkpoints|damaged|lease|profile)/")
+_BLOCK_BYTES = 16 << 20
 # Local paths that stand for remote ones.
 _urls: dict[pathlib.Path, str] = {}
 
@@ -66,7 +67,7 @@ def _folder_bytes(folder: pathlib.Path) -> int:
 
 
 @functools.cache
-def _process_folder() -> pathlib.Path:
+def process_folder() -> pathlib.Path:
     """Return a folder of copies for this process, and delete those of processes that were killed.
 
     Folders from other hosts and pid namespaces, such as containers that share the disk, remain.
@@ -109,7 +110,7 @@ def remote(path: str | os.PathLike) -> str | None:
 
 @functools.cache
 def _fetched(url: str, only: tuple[str, ...]) -> pathlib.Path:
-    copy = copy_of(url, f"{_process_folder().name}/{len(only)}")
+    copy = copy_of(url, f"{process_folder().name}/{len(only)}")
     if not only and objects.is_file(url):
         objects.download([url], [copy])
         return copy
@@ -142,12 +143,10 @@ def find(pattern: str) -> list[pathlib.Path]:
     They are returned in the order of their URLs, as local paths that do not exist: `stat` and
     `open_file` take them.
     """
-    scheme, _, key = pattern.partition("://")
     with objects.errors_of(f"cannot list {pattern}"):
-        filesystem = objects.filesystem(scheme)
-        names = filesystem.glob(key) if re.search(r"[*?\[]", key) else [key.rstrip("/")]
-        keys = itertools.chain.from_iterable(filesystem.find(name) for name in names)
-        urls = sorted({f"{scheme}://{name}" for name in keys if not _is_hidden(name, key)})
+        names = objects.glob(pattern) if re.search(r"[*?\[]", pattern) else [pattern.rstrip("/")]
+        found = itertools.chain.from_iterable(objects.find(name) for name in names)
+        urls = sorted({url for url in found if not _is_hidden(url, pattern)})
     return [copy_of(url, "sources") for url in urls]
 
 
@@ -160,7 +159,7 @@ def _is_hidden(name: str, pattern: str) -> bool:
 @functools.cache
 def _info(url: str) -> tuple[int, str]:
     with objects.errors_of(f"cannot read {url}"):
-        entry = objects.filesystem_of(url).info(objects.key_of(url))
+        entry = objects.info(url)
     return entry["size"], objects.stat_of(entry).checksum
 
 
@@ -180,16 +179,14 @@ def open_file(path: pathlib.Path) -> io.RawIOBase | None:
 
 
 class _Stream(io.RawIOBase):
-    """A seekable stream of an object."""
+    """A seekable stream of an object, which is read in blocks."""
 
     mode = "rb"
 
     def __init__(self, url: str):
-        self._url = url
-        with objects.errors_of(f"cannot read {url}"):
-            self._file = objects.filesystem_of(url).open(
-                objects.key_of(url), "rb", block_size=16 << 20, cache_type="readahead"
-            )
+        self._url, self._size = url, _info(url)[0]
+        self._position = self._start = 0
+        self._block = b""
 
     def readable(self) -> bool:
         return True
@@ -198,21 +195,24 @@ class _Stream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
+        self._position = max((0, self._position, self._size)[whence] + offset, 0)
+        return self._position
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        with objects.errors_of(f"cannot read {self._url}"):
-            data = self._file.read(len(buffer))
+        end = min(self._position + _BLOCK_BYTES, self._size)
+        if self._position >= end:
+            return 0
+        if not self._start <= self._position < self._start + len(self._block):
+            self._start = self._position
+            (self._block,) = objects.read_ranges([(self._url, self._start, end)])
+        begin = self._position - self._start
+        data = self._block[begin : begin + len(buffer)]
         buffer[: len(data)] = data
+        self._position += len(data)
         return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 @contextlib.contextmanager

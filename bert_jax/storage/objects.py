@@ -7,9 +7,13 @@ import errno
 import functools
 import importlib
 import logging
+import math
 import os
 import pathlib
 import re
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,14 +30,29 @@ _LIBRARIES = (
     "aiobotocore",
     "aiohttp",
     "botocore",
+    "fsspec",
     "gcsfs",
     "google",
+    "json",  # an answer was cut off
     "requests",
     "s3fs",
     "urllib3",
 )
 # How the `ValueError`s begin that gcsfs raises for responses of status 400.
 _INVALID_REQUESTS = ("Bad Request: ", "Bucket is requester pays")
+# What a failed request means, by HTTP status or TensorStore's status code; others are temporary.
+_DENIED = {401, 403, "PERMISSION_DENIED", "UNAUTHENTICATED"}
+_REFUSED = {*range(400, 500)} - {401, 403, 408, 429} | {
+    "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "UNIMPLEMENTED"
+}  # fmt: skip
+_TEMPORARY = {
+    "ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE",
+    "UNKNOWN"
+}  # fmt: skip
+# A request of N bytes may take this long, plus N bytes at the rate of a slow connection shared by 16.
+_DEADLINE_SECONDS, _SLOW_BYTES_PER_SECOND = 30.0, 10_000
+_PARTS_BYTES = 5 << 20  # from which gcsfs and s3fs upload in parts
+_QUIET_SECONDS = 10.0  # after which a line says that the storage does not answer
 
 
 class Stat(NamedTuple):
@@ -86,6 +105,11 @@ def filesystem(scheme: str) -> Any:
         importlib.import_module(library)
         for protocol in ("gs", "gcs", "s3"):
             fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
+        if scheme == "gs":  # s3fs has timeouts
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=10)
+            fsspec.config.conf["gcs"].setdefault("requests_timeout", timeout)
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its exceptions are reported
         if scheme == "s3":
             _retry_s3()
@@ -127,6 +151,9 @@ def errors_of(action: str) -> Iterator[None]:
             raise UserError(f"{action}: {files.describe(error)}") from None
         text = " ".join(str(error).split()) or type(error).__name__
         library, code = type(error).__module__.partition(".")[0], getattr(error, "code", None)
+        if isinstance(error, ValueError) and "Out of memory" not in text:  # of TensorStore
+            words = {*re.findall(r"[A-Z_]+(?=:)", text)}
+            code = next(iter(words & _TEMPORARY or words & (_DENIED | _REFUSED)), None)
         # How gcsfs and s3fs raise responses of status 400 to 499, apart from `code`.
         is_forbidden = isinstance(error, PermissionError) or text.startswith("Forbidden: ")
         is_invalid = (
@@ -134,14 +161,14 @@ def errors_of(action: str) -> Iterator[None]:
             or type(error).__name__ == "ParamValidationError"
             or (isinstance(error, ValueError) and text.startswith(_INVALID_REQUESTS))
         )
-        if not (isinstance(error, OSError) or library in _LIBRARIES or is_invalid):
+        if not (isinstance(error, OSError) or library in _LIBRARIES or is_invalid or code):
             raise
-        if is_forbidden or code in (401, 403) or "credential" in text.lower():
+        if is_forbidden or code in _DENIED or "credential" in text.lower():
             raise UserError(
                 f"{action}: access denied ({text[:200]}); log in with `gcloud auth application-default "
                 "login` or `aws configure`, or give this machine's account access to the bucket"
             ) from None
-        if is_invalid or (code in range(400, 500) and code not in (408, 429)):
+        if is_invalid or code in _REFUSED:
             raise UserError(
                 f"{action}: the storage refuses the request ({text[:200]}); check the bucket and the path"
             ) from None
@@ -150,9 +177,34 @@ def errors_of(action: str) -> Iterator[None]:
         ) from None
 
 
-def filesystem_of(url: str) -> Any:
-    """Return the file system of a URL's scheme."""
-    return filesystem(url.partition("://")[0])
+def _request(method: str, url: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
+    """Call a method of the file system of a URL, with a deadline.
+
+    Args:
+        method: name of the method.
+        url: names the object or folder in messages.
+        arguments: of the method.
+        size: number of bytes that are transferred.
+        options: of the method.
+    """
+    extra = size / _SLOW_BYTES_PER_SECOND
+    timer = threading.Timer(_QUIET_SECONDS + extra, _say_quiet, [url])
+    timer.daemon = True
+    timer.start()
+    try:
+        call = getattr(filesystem(url.partition("://")[0]), method)
+        return call(*arguments, timeout=_DEADLINE_SECONDS + extra, **options)
+    finally:
+        timer.cancel()
+
+
+_last_quiet = [-math.inf]  # when a line was written
+
+
+def _say_quiet(url: str) -> None:
+    if time.monotonic() - _last_quiet[0] >= 30:  # once for many requests
+        _last_quiet[0] = time.monotonic()
+        print(f"{url}: waiting for an answer of the storage …", file=sys.stderr, flush=True)
 
 
 def key_of(url: str) -> str:
@@ -163,20 +215,20 @@ def key_of(url: str) -> str:
 def read(url: str) -> bytes:
     """Return the content of an object."""
     with errors_of(f"cannot read {url}"):
-        return filesystem_of(url).cat_file(key_of(url))
+        return _request("cat_file", url, key_of(url))
 
 
 def write(url: str, content: bytes) -> None:
     """Create or replace an object; readers see the old content or the new one."""
     with errors_of(f"cannot write {url}"):
-        filesystem_of(url).pipe_file(key_of(url), content)
+        _request("pipe_file", url, key_of(url), content, size=len(content))
 
 
 def create(url: str, content: bytes) -> bool:
     """Create an object unless it exists; of several processes one succeeds. Return whether it did."""
     with errors_of(f"cannot write {url}"):
         try:
-            filesystem_of(url).pipe_file(key_of(url), content, mode="create")
+            _request("pipe_file", url, key_of(url), content, mode="create")
         except FileExistsError:
             return False
     return True
@@ -186,13 +238,13 @@ def delete(urls: Sequence[str]) -> None:
     """Delete objects; those that do not exist are ignored."""
     for url in urls:
         with errors_of(f"cannot delete {url}"), contextlib.suppress(FileNotFoundError):
-            filesystem_of(url).rm_file(key_of(url))
+            _request("rm_file", url, key_of(url))
 
 
 def listing(url: str) -> dict[str, Stat]:
     """Return all objects below a folder by their path within it, sorted; {} if there are none."""
     with errors_of(f"cannot list {url}"):
-        entries = filesystem_of(url).find(key_of(url), detail=True)
+        entries = _request("find", url, key_of(url), detail=True)
     prefix = key_of(url) + "/"
     return {
         name.removeprefix(prefix): stat_of(entry)
@@ -214,18 +266,37 @@ def is_file(url: str) -> bool:
     """Whether an object of this name exists."""
     with errors_of(f"cannot read {url}"):
         try:
-            return filesystem_of(url).info(key_of(url))["type"] == "file"
+            return info(url)["type"] == "file"
         except FileNotFoundError:
             return False
+
+
+def info(url: str) -> dict[str, Any]:
+    """Return the library's entry of an object."""
+    return _request("info", url, key_of(url))
+
+
+def glob(pattern: str) -> list[str]:
+    """Return the URLs of the objects and folders that match a pattern."""
+    scheme = pattern.partition("://")[0]
+    names = _request("glob", pattern, pattern.partition("://")[2])
+    return [f"{scheme}://{name}" for name in names]
+
+
+def find(url: str) -> list[str]:
+    """Return the URLs of an object and of all objects below a folder."""
+    scheme = url.partition("://")[0]
+    return [f"{scheme}://{name}" for name in _request("find", url, key_of(url))]
 
 
 def move(source: str, target: str) -> None:
     """Move all objects below a folder, one by one."""
     with errors_of(f"cannot move {source} to {target}"):
-        filesystem = filesystem_of(source)
-        for name in sorted(listing(source), key=lambda name: name in DESCRIPTIONS, reverse=True):
-            filesystem.cp_file(f"{key_of(source)}/{name}", f"{key_of(target)}/{name}")
-            filesystem.rm_file(f"{key_of(source)}/{name}")
+        stats = listing(source)
+        for name in sorted(stats, key=lambda name: name in DESCRIPTIONS, reverse=True):
+            old, new = f"{key_of(source)}/{name}", f"{key_of(target)}/{name}"
+            _request("cp_file", source, old, new, size=stats[name].size)
+            _request("rm_file", source, old)
 
 
 def read_ranges(requests: Sequence[tuple[str, int, int]]) -> list[bytes]:
@@ -234,9 +305,9 @@ def read_ranges(requests: Sequence[tuple[str, int, int]]) -> list[bytes]:
         return []
     urls, starts, ends = zip(*requests, strict=True)
     with errors_of(f"cannot read {urls[0]}"):
-        filesystem = filesystem_of(urls[0])
-        keys = [key_of(url) for url in urls]
-        return filesystem.cat_ranges(keys, list(starts), list(ends), on_error="raise")
+        keys, size = [key_of(url) for url in urls], sum(ends) - sum(starts)
+        arguments = (keys, list(starts), list(ends))
+        return _request("cat_ranges", urls[0], *arguments, size=size, on_error="raise")
 
 
 def download(urls: Sequence[str], paths: Sequence[pathlib.Path]) -> None:
@@ -245,7 +316,8 @@ def download(urls: Sequence[str], paths: Sequence[pathlib.Path]) -> None:
     def copy(url: str, path: pathlib.Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with errors_of(f"cannot read {url}"), files.atomic_write(path) as temporary:
-            filesystem_of(url).get_file(key_of(url), str(temporary))
+            size = info(url)["size"]
+            _request("get_file", url, key_of(url), str(temporary), size=size)
 
     _together(copy, urls, paths)
 
@@ -254,8 +326,16 @@ def upload(paths: Sequence[pathlib.Path], urls: Sequence[str]) -> None:
     """Copy local files to objects, several at a time."""
 
     def copy(path: pathlib.Path, url: str) -> None:
-        with errors_of(f"cannot write {url}"):
-            filesystem_of(url).put_file(str(path), key_of(url))
+        size = path.stat().st_size
+        try:
+            with errors_of(f"cannot write {url}"):
+                _request("put_file", url, str(path), key_of(url), size=size)
+        except UserError as error:
+            # A part whose answer was lost is sent again, and refused as the server has it.
+            if isinstance(error, Unavailable) or size < _PARTS_BYTES:
+                raise
+            with errors_of(f"cannot write {url}"):
+                _request("put_file", url, str(path), key_of(url), size=size)
 
     _together(copy, paths, urls)
 

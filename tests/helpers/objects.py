@@ -24,16 +24,18 @@ class Proxy:
 
     Attributes:
         url: address of the proxy.
-        failures: HTTP statuses of the next responses, instead of the server's.
+        failures: HTTP statuses of the next responses, instead of the server's; 0 for the server's.
         fail_every: every N-th response has status 503 or 429; 0 disables this.
         is_down: whether connections are closed without a response.
+        silent_every: every N-th request is never answered; 0 disables this.
         requests: method, path and first bytes of the body of every request.
     """
 
     def __init__(self, target: str, port: int):
         self.url, self._target, self._port = f"http://127.0.0.1:{port}", target, port
         self.failures: list[int] = []
-        self.fail_every, self.is_down = 0, False
+        self.fail_every = self.silent_every = 0
+        self.is_down = False
         self.requests: list[tuple[str, str, bytes]] = []
         self._ready = threading.Event()
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
@@ -54,11 +56,13 @@ class Proxy:
         self.requests.append((request.method, request.path_qs, body[:300]))
         if self.is_down:
             request.transport.abort()
+        if self.silent_every and len(self.requests) % self.silent_every == 0:
+            await asyncio.sleep(3600)
         if self.fail_every and len(self.requests) % self.fail_every == 0:
             status = 503 if len(self.requests) % (2 * self.fail_every) else 429
             return web.Response(status=status, text="try again")
-        if self.failures:
-            return web.Response(status=self.failures.pop(0), text="try again")
+        if self.failures and (status := self.failures.pop(0)):
+            return web.Response(status=status, text="try again")
         async with self._session.request(
             request.method,
             self._target + request.raw_path,

@@ -180,7 +180,8 @@ def _training_arrays(folder, step):
     import orbax.checkpoint as ocp
 
     run = epath.Path(folder) if storage.is_remote(folder) else pathlib.Path(folder).absolute()
-    path = run / "checkpoints" / str(step) / checkpoint.TRAINING
+    committed = checkpoint._committed(pathlib.Path(storage.local(folder)) / "checkpoints")
+    path = run / "checkpoints" / committed[step].name / checkpoint.TRAINING
     return jax.tree.leaves(ocp.StandardCheckpointer().restore(path))
 
 
