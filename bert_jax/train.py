@@ -116,10 +116,10 @@ def train(
 
         distributed.first("opening the workdir", claim)
         distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
-        _share(folder)
+        owner = _share(folder)
         run = workdir.read_identity(folder)
         checkpoints = Checkpoints(
-            folder / "checkpoints", config.checkpoint, **ranking, identity=run
+            folder / "checkpoints", config.checkpoint, **ranking, identity=run, owner=owner
         )
         stack.callback(checkpoints.close)
         step = max(checkpoints.steps(), default=0)
@@ -338,7 +338,7 @@ def _end(
     """Describe a finished run."""
     best_step, best_value = early_stopping.best or (None, None)
     checkpoints.wait()
-    kept = shown(str(folder / "checkpoints" / str(checkpoints.best_step())))
+    kept = shown(str(checkpoints.folder_of(checkpoints.best_step())))
     return summary.End(step, round(seconds, 1), metric, best_step, best_value, kept)
 
 
@@ -351,12 +351,19 @@ def _own(folder: str | pathlib.Path, stack: contextlib.ExitStack) -> pathlib.Pat
     return local[0] if local else stack.enter_context(mirror)
 
 
-def _share(folder: pathlib.Path) -> None:
-    """On object storage, give all processes the files of the workdir that process 0 has written."""
-    if storage.remote(folder):
-        distributed.first("sharing the workdir", lambda: storage.push(folder))
-        if jax.process_index():
-            storage.pull(folder)
+def _share(folder: pathlib.Path) -> str:
+    """On object storage, give all processes the files of the workdir that process 0 has written.
+
+    Returns:
+        The token of the lease; "" for a local workdir.
+    """
+    if not storage.remote(folder):
+        return ""
+    token = [""]
+    distributed.first("sharing the workdir", lambda: token.append(storage.push(folder)))
+    if jax.process_index():
+        storage.pull(folder)
+    return distributed.gather("sharing the lease", token[-1])[0]
 
 
 def due(step: int, every: int) -> bool:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -27,7 +28,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 from bert_jax import storage
 from bert_jax.config.schema import CheckpointConfig, LoraConfig, TrainConfig
 from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.errors import Unavailable, UserError
+from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes
 from bert_jax.model.layers import merge_lora
 from bert_jax.runs import workdir
@@ -40,6 +41,9 @@ MANIFEST = "manifest.json"
 
 # State is split into files of this size, which are written, flushed and verified in parallel.
 _DATA_FILE_BYTES = 128 << 20
+# Names of steps' folders: STEP, or STEP-TOKEN on object storage, with the token of the lease. A process
+# that was suspended while it saved, and has lost the lease, thus writes to a folder of its own.
+_STEP = re.compile(r"\d+(-\w+)?")
 # Prefixes of the checksums in a manifest: ours, and those of object storage.
 _CHECKSUMS = ("crc32c:", "md5:", "etag:")
 # Steps are renamed into this folder before they are deleted, so a kill leaves no partial step.
@@ -84,6 +88,8 @@ def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
     content = {**facts, "files": entries}
     manifest = {"sha256": _digest(content), **content}
     if url:
+        # The metrics, before the checkpoint that depends on them, unless another process has taken over.
+        storage.push(folder)
         storage.write(f"{url}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
     else:
         files.write_json(folder / MANIFEST, manifest)
@@ -132,7 +138,7 @@ def damage(
     """Describe what is wrong with a step's folder; return None if nothing is.
 
     Args:
-        folder: `WORKDIR/checkpoints/STEP`.
+        folder: its folder in `WORKDIR/checkpoints`.
         items: check only these items and files outside any item; None checks everything.
         identity: what it must have been saved with (see `workdir.read_identity`).
     """
@@ -141,7 +147,7 @@ def damage(
         if isinstance(manifest, str):
             return manifest
         entries = manifest["files"]
-        if manifest["step"] != int(folder.name):
+        if manifest["step"] != _step_of(folder.name):
             return f"it is a copy of step {manifest['step']}"
         for name, value in (identity or {}).items():
             if manifest.get(name) != value:
@@ -196,14 +202,40 @@ def _file_damage(path: pathlib.Path, name: str, checksum: str, remote: str) -> s
     return None if computed == checksum else f"{name} fails its checksum"
 
 
-def _steps(folder: pathlib.Path) -> list[int]:
-    """Return the committed steps in `WORKDIR/checkpoints`, oldest first."""
+def _committed(folder: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Return the folders of the committed steps in `WORKDIR/checkpoints` by step, oldest first."""
     if url := storage.remote(folder):
         paths = [pathlib.PurePosixPath(name) for name in storage.listing(url)]
         names = [str(path.parent) for path in paths if path.name == MANIFEST]
     else:
         names = [path.name for path in folder.glob("*")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    steps = {_step_of(name): folder / name for name in sorted(names) if _STEP.fullmatch(name)}
+    return dict(sorted(steps.items()))
+
+
+def _step_of(name: str) -> int:
+    """Return the step that a folder of this name holds."""
+    return int(name.partition("-")[0])
+
+
+class _StepNames(ocp.path.step.NameFormat[ocp.path.step.Metadata]):
+    """Orbax's interface to the names of steps' folders (see `_STEP`)."""
+
+    def __init__(self, folder: pathlib.Path, owner: str):
+        self._folder, self._owner = folder, owner
+
+    def build_name(self, step: int) -> str:
+        return f"{step}-{self._owner}" if self._owner else str(step)
+
+    def find_all(self, base_path: Any) -> Iterator[ocp.path.step.Metadata]:
+        for step, path in _committed(self._folder).items():
+            yield ocp.path.step.Metadata(step=step, path=etils.epath.Path(base_path) / path.name)
+
+    def find_step(self, base_path: Any, step: int) -> ocp.path.step.Metadata:
+        for metadata in self.find_all(base_path):
+            if metadata.step == step:
+                return metadata
+        raise ValueError(f"no step {step} in {base_path}")
 
 
 def _exists(path: pathlib.Path) -> bool:
@@ -227,9 +259,10 @@ def move_damaged(folder: pathlib.Path) -> None:
             f"{checkpoints} is a file, not a folder: restore it, or choose another workdir"
         )
     damaged, identity = {}, workdir.read_identity(folder)
-    for step in reversed(_steps(checkpoints)):
+    committed = _committed(checkpoints)
+    for step, path in reversed(committed.items()):
         items = None if newest is None else [METRICS]
-        description = damage(checkpoints / str(step), items, identity)
+        description = damage(path, items, identity)
         if description:
             damaged[step] = description
         elif newest is None:
@@ -242,7 +275,7 @@ def move_damaged(folder: pathlib.Path) -> None:
     if newest is None and (is_missing or _exists(damaged_folder) or _exists(checkpoints / _SAVED)):
         raise UserError(f"the run in {folder} has lost its checkpoints: restore one, or {advice}")
     for step, description in damaged.items():
-        target = _move_aside(checkpoints / str(step), damaged_folder)
+        target = _move_aside(committed[step], damaged_folder)
         print(
             f"the checkpoint of step {step:,} is damaged ({description}): moved to {target}; "
             f"resuming from step {newest:,}",
@@ -250,7 +283,7 @@ def move_damaged(folder: pathlib.Path) -> None:
             flush=True,
         )
     if newest is not None:
-        manifest = read_manifest(checkpoints / str(newest))
+        manifest = read_manifest(committed[newest])
         if isinstance(manifest, dict) and "metrics" in manifest:
             workdir.repair_metrics(folder, newest, manifest["metrics"])
 
@@ -318,9 +351,9 @@ class _SealedRemote(ocp.path.atomicity.CommitFileTemporaryPath):
         if not self._checkpoint_metadata_store:
             return await super().finalize()
         self._checkpoint_metadata_store.wait_until_finished()
-        step = int(self.get_final().name)
-        storage.push(self.folder)  # the metrics, before the checkpoint that depends on them
-        seal(self.folder / str(step), {"step": step, **self.facts.pop(step, {})})
+        name = self.get_final().name
+        step = _step_of(name)
+        seal(self.folder / name, {"step": step, **self.facts.pop(step, {})})
         storage.write(f"{storage.remote(self.folder)}/{_SAVED}", b"")
 
 
@@ -328,12 +361,16 @@ def _prepare_orbax() -> None:
     """Let Orbax and TensorStore use object storage, at the addresses that fsspec's libraries use."""
     if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
-    # Orbax 0.12 passes all but gs:// to TensorStore as local files, and TensorStore would try for a
-    # quarter of an hour what gcsfs and s3fs give up after half a minute.
+    # TensorStore waits for ever for a server that accepts a connection and never answers. All in all,
+    # a request takes up to 40 seconds.
+    for name, value in (("CONNECT_TIMEOUT", 5), ("LOW_SPEED_TIME", 5)):
+        os.environ.setdefault(f"TENSORSTORE_CURL_{name}_SECONDS", str(value))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    # Orbax 0.12 passes all but gs:// to TensorStore as local files.
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    gcs_spec, retries = gcs_utils.get_kvstore_for_gcs, {"max_retries": 5}
+    gcs_spec, retries = gcs_utils.get_kvstore_for_gcs, {"max_retries": 4}
 
     def spec(path: str) -> dict[str, Any]:
         if not path.startswith("s3:/"):
@@ -363,6 +400,7 @@ class Checkpoints:
         highest: whether higher values of the metric are better.
         since: rank only checkpoints from this step on (see `workdir.comparable_since`).
         identity: saved with every step and checked (see `workdir.read_identity`).
+        owner: on object storage, the token of the lease (`storage.push`), the same in all processes.
         read_only: neither create nor clean up the folder.
     """
 
@@ -374,6 +412,7 @@ class Checkpoints:
         highest: bool = False,
         since: int = 0,
         identity: Mapping[str, str] | None = None,
+        owner: str = "",
         read_only: bool = False,
     ):
         # Orbax logs every save, and logs a failed one at length before it raises.
@@ -400,6 +439,7 @@ class Checkpoints:
         self._is_remote = bool(url)
         sealed = _SealedRemote if url else _Sealed
         options = ocp.CheckpointManagerOptions(
+            step_name_format=_StepNames(self.folder, owner),
             preservation_policy=managers.AnyPreservationPolicy(keep),
             best_fn=lambda metrics: metrics[best_by],  # required for metrics to be saved
             temporary_path_class=type(
@@ -425,6 +465,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the committed steps, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def folder_of(self, step: int) -> pathlib.Path:
+        """Return the folder of a committed step."""
+        return _committed(self.folder)[step]
 
     def save(
         self,
@@ -464,7 +508,7 @@ class Checkpoints:
 
     def verify(self, step: int, *items: str) -> None:
         """Check that the files of `items` at a step are intact."""
-        if description := damage(self.folder / str(step), items, self._identity):
+        if description := damage(self.folder_of(step), items, self._identity):
             others = ", ".join(str(other) for other in self.steps() if other != step)
             raise UserError(
                 f"the checkpoint of step {step} in {self.folder} is damaged ({description}): "
@@ -527,10 +571,6 @@ class Checkpoints:
                     f"{action}: the disk is full; free some space and run the same command again to "
                     "resume from the newest complete checkpoint"
                 ) from error
-            if self._is_remote and "UNAVAILABLE" in text:
-                raise Unavailable(
-                    f"{action}: the storage does not answer ({text[:200]}); run the same command again"
-                ) from error
             raise UserError(f"{action}: {text[:500]}") from error
 
 
@@ -552,7 +592,7 @@ def abstract(tree: Any, sharding: Any) -> Any:
 @storage.reads("folder")
 def kept_steps(folder: str | pathlib.Path) -> list[int]:
     """Return the steps of the checkpoints in a workdir, oldest first."""
-    return _steps(pathlib.Path(folder) / "checkpoints")
+    return list(_committed(pathlib.Path(folder) / "checkpoints"))
 
 
 @storage.reads("folder")

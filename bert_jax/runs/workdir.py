@@ -87,6 +87,7 @@ class JsonlFile:
         """Sync all lines written so far to disk."""
         with files.one_line_errors(f"cannot write {self._file.name}"):
             os.fsync(self._file.fileno())
+            os.stat(self._file.name)  # it may have been deleted
 
     @property
     def checksum(self) -> str:

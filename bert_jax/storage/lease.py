@@ -27,13 +27,16 @@ class Lease:
 
     Args:
         url: the folder.
+
+    Attributes:
+        token: tells this lease from all others.
     """
 
     def __init__(self, url: str):
         self._root, self._folder = url, f"{url}/lease"
-        self._token, self._beats = uuid.uuid4().hex, 0
+        self.token, self._beats = uuid.uuid4().hex[:8], 0
         self._owner = this_process()
-        _tokens.add(self._token)
+        _tokens.add(self.token)
         self._lock, self._released = threading.Lock(), threading.Event()
 
     def __enter__(self) -> "Lease":
@@ -44,7 +47,7 @@ class Lease:
             raise UserError(f"{self._folder} was taken by another process just now; wait for it")
         older = [name for name in objects.listing(self._folder) if int(name) < number]
         objects.delete([f"{self._folder}/{name}" for name in older])
-        threading.Thread(target=self._keep, daemon=True).start()
+        threading.Thread(target=self._heartbeat_loop, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -53,7 +56,7 @@ class Lease:
             if self.is_ours():
                 objects.delete([self._url])
 
-    def _keep(self) -> None:
+    def _heartbeat_loop(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(UserError):  # the storage may answer again
                 self.renew()
@@ -70,7 +73,7 @@ class Lease:
         newest = max(objects.listing(self._folder), default="")
         # Numbers begin at 1 again after a release, so the newest may have our number but be another's.
         return newest == self._url.rpartition("/")[2] and (
-            self._token.encode() in objects.read(self._url)
+            self.token.encode() in objects.read(self._url)
         )
 
     def check(self) -> None:
@@ -79,7 +82,7 @@ class Lease:
             raise UserError(f"{self._root} was taken over by another process: this one stops")
 
     def _content(self) -> bytes:
-        owner = {"token": self._token, "beats": self._beats, **self._owner}
+        owner = {"token": self.token, "beats": self._beats, **self._owner}
         return json.dumps(owner).encode()
 
     def _wait(self) -> int:

@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 
-from bert_jax.errors import Unavailable, UserError
+from bert_jax.errors import UserError
 from bert_jax.storage import copies, files, objects
 from bert_jax.storage.lease import Lease
 
@@ -22,7 +22,6 @@ class _Mirror:
         self.url, self.folder, self.lease = url, folder, lease
         self._pushed: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        self.error: UserError | None = None
 
     def pull(self) -> None:
         """Make the local folder equal to the remote one."""
@@ -51,17 +50,12 @@ class _Mirror:
             objects.upload([self.folder / n for n in changed], [f"{self.url}/{n}" for n in changed])
             self._pushed |= {name: versions[name] for name in changed}
 
-    def keep(self, stop: threading.Event) -> None:
+    def upload_loop(self, stop: threading.Event) -> None:
         """Upload what changed, again and again until `stop` is set."""
         while not stop.wait(_PUSH_SECONDS):
-            try:
+            # The next save tries again, and fails if the error remains. OSError: a file was replaced.
+            with contextlib.suppress(UserError, OSError):
                 self.push()
-            except Unavailable:
-                pass  # the next save tries again, and fails if the storage stays away
-            except UserError as error:
-                self.error = error
-            except OSError:
-                pass  # a file was replaced meanwhile
 
 
 def _version(path: pathlib.Path) -> tuple[int, int]:
@@ -83,7 +77,8 @@ def mirrored(path: str | os.PathLike, process: int = 0) -> Iterator[pathlib.Path
     url = str(path).rstrip("/")
     with contextlib.ExitStack() as stack:
         lease = None if process else stack.enter_context(Lease(url))
-        mirror = _Mirror(url, copies.copy_of(url, f"runs/{process}"), lease)
+        # No other process has this folder, not even one that takes over the lease on this machine.
+        mirror = _Mirror(url, copies.copy_of(url, f"{copies.process_folder().name}/run"), lease)
         mirror.pull()
         _mirrors[mirror.folder] = mirror
         stack.callback(_mirrors.pop, mirror.folder)
@@ -92,7 +87,7 @@ def mirrored(path: str | os.PathLike, process: int = 0) -> Iterator[pathlib.Path
             yield mirror.folder
             return
         stop = threading.Event()
-        thread = threading.Thread(target=mirror.keep, args=(stop,), daemon=True)
+        thread = threading.Thread(target=mirror.upload_loop, args=(stop,), daemon=True)
         thread.start()
         stack.callback(thread.join, _PUSH_SECONDS)
         stack.callback(stop.set)
@@ -114,12 +109,16 @@ def _mirror_of(path: pathlib.Path) -> _Mirror | None:
     return next((_mirrors[p] for p in (path, *path.parents) if p in _mirrors), None)
 
 
-def push(path: pathlib.Path) -> None:
-    """Upload what changed in a mirror, or in the one that contains `path`; nothing for other paths."""
-    if mirror := _mirror_of(path.absolute()):
-        if mirror.error:
-            raise mirror.error
-        mirror.push()
+def push(path: pathlib.Path) -> str:
+    """Upload what changed in a mirror, or in the one that contains `path`; nothing for other paths.
+
+    Returns:
+        The token of the mirror's lease, or "".
+    """
+    if not (mirror := _mirror_of(path.absolute())):
+        return ""
+    mirror.push()
+    return mirror.lease.token if mirror.lease else ""
 
 
 def pull(path: pathlib.Path) -> None:
