@@ -41,7 +41,9 @@ hypothesis.settings.load_profile("fixed")
 # The slowest test files, which only `make test-all` runs: first, so that no worker starts one of them last.
 LONGEST = (
     "train", "goldens", "finetune_runs", "storage", "finetuning", "checkpoint", "distributed", "electra", "families",
-    "lora", "architectures", "guard", "distillation", "convert", "sweep",
+    "lora", "architectures", "guard", "distillation", "convert", "sweep", "step_program", "convert_refused",
+    "fuzz", "continued", "profile", "show_rows", "launch", "sentence_encoders", "contrastive", "preflight", "beam",
+    "launch_tpu",
 )  # fmt: skip
 
 
