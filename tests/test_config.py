@@ -20,6 +20,7 @@ from bert_jax.config.schema import (
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
+from bert_jax.runs import workdir
 from bert_jax.runtime import sharding
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
@@ -251,6 +252,18 @@ def test_config_of_incompatible_version_is_rejected(key):
     assert "speed" in refusal(configs.from_dict, {**values, "optim": {"speed": 1}})
     del values[key]
     assert key in refusal(configs.from_dict, values)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("layers", 100_000_000), ("positions", -1), ("hidden", 128 * 10**9), ("vocab_size", 2**30)],
+)
+def test_config_of_a_run_has_the_constraints_of_settings(tmp_path, key, value):
+    values = configs.to_dict(Config())
+    values["model"][key] = value
+    (tmp_path / "config.json").write_text(json.dumps({"config": values}))
+    message = refusal(workdir.read_config, tmp_path)
+    assert f"{tmp_path}/config.json: config.model.{key} is {value}" in message
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ constraints of single fields beside them; those of several fields are in `config
 """
 
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,12 +49,14 @@ def _one_of(default: str, *others: str) -> Any:
     return _constrained(default, requirement, lambda value: value in choices)
 
 
-def _positive(default: int | float) -> Any:
-    return _constrained(default, "above 0", lambda value: value > 0)
+def _positive(default: int | float, limit: int | float = math.inf) -> Any:
+    requirement = "above 0" if limit == math.inf else f"1 to {limit:,}"
+    return _constrained(default, requirement, lambda value: 0 < value <= limit)
 
 
-def _not_negative(default: int | float) -> Any:
-    return _constrained(default, "0 or more", lambda value: value >= 0)
+def _not_negative(default: int | float, limit: int | float = math.inf) -> Any:
+    requirement = "0 or more" if limit == math.inf else f"0 to {limit:,}"
+    return _constrained(default, requirement, lambda value: 0 <= value <= limit)
 
 
 def _below_one(default: int | float) -> Any:
@@ -78,7 +81,7 @@ class LoraConfig:
     """
 
     # Columns of A and rows of B; 0 disables adapters.
-    rank: int = _not_negative(0)
+    rank: int = _not_negative(0, 1_000_000)
     alpha: float = _positive(16.0)
     # Dropout on the input of A.
     dropout: float = _below_one(0.0)
@@ -99,22 +102,22 @@ class ModelConfig:
     family: str = _one_of(
         "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert"
     )
-    layers: int = _positive(12)
-    hidden: int = _positive(768)
-    heads: int = _positive(12)
-    feed_forward: int = _positive(3072)
+    layers: int = _positive(12, 1_000)
+    hidden: int = _positive(768, 1_000_000)
+    heads: int = _positive(12, 1_000_000)
+    feed_forward: int = _positive(3072, 10_000_000)
     # 0: the size of the vocabulary that the rows were tokenized with.
-    vocab_size: int = _not_negative(0)
+    vocab_size: int = _not_negative(0, 100_000_000)
     # Pad the embedding table with unused entries to a multiple of this, for alignment and sharding.
     # Results do not change, except with "adafactor", whose statistics include the padding.
-    vocab_multiple: int = _positive(1)
+    vocab_multiple: int = _positive(1, 1_000_000)
     # Size of the embeddings, projected to `hidden` before the first layer; 0 is `hidden` (ELECTRA,
     # section 3.2).
-    embedding_size: int = _not_negative(0)
-    positions: int = _positive(512)
+    embedding_size: int = _not_negative(0, 1_000_000)
+    positions: int = _positive(512, 10_000_000)
     # Number of segment (token type) embeddings: 2 in BERT, 1 in RoBERTa (the same for all tokens),
     # 0 for none.
-    segments: int = _not_negative(2)
+    segments: int = _not_negative(2, 1_000_000)
     # "gelu" (exact, erf), "gelu_tanh" (the approximation in Google's code), "relu" or "silu".
     activation: str = _one_of("gelu", "gelu_tanh", "relu", "silu")
     # Multiply the activations of the feed-forward layers by a second projection (Shazeer, arXiv
@@ -194,7 +197,7 @@ class ModelConfig:
     span_boundary: bool = False
     # Distillation: a dense layer from the hidden states to this hidden size, the teacher's, to
     # compare them. Set by config.distill.hidden where the sizes differ.
-    teacher_hidden: int = _not_negative(0)
+    teacher_hidden: int = _not_negative(0, 1_000_000)
     # Keep the pooler even if no head needs it.
     pooler: bool = False
     # Activation of the pooler: "tanh" (BERT), "relu" (DistilBERT) or "gelu" (ELECTRA).
@@ -205,7 +208,7 @@ class ModelConfig:
     # replace the masked tokens. It shares the embeddings and has as many layers, heads of the same
     # size and feed-forward layers of the same ratio. replaced_token_weight: weight of the
     # discriminator's loss, that of the generator being 1. 0: no generator.
-    generator_hidden: int = _not_negative(0)
+    generator_hidden: int = _not_negative(0, 1_000_000)
     replaced_token_weight: float = _positive(50.0)
     # Fine-tuning head, a dense layer after dropout (section 4): "sequence" (on the pooled [CLS]),
     # "choice" (one score from the pooled [CLS]), "token" (on every token), "span" (start and end
@@ -227,7 +230,7 @@ class ModelConfig:
     head_pooling: str = _one_of("cls", "mean")
     # Fine-tuning: layers of a randomly initialized bidirectional LSTM below the head, `hidden`
     # units in each direction (sections 5.1 and 5.3). Its state is reset at every sequence.
-    lstm_layers: int = _not_negative(0)
+    lstm_layers: int = _not_negative(0, 1_000)
     # Fine-tuning: input of the head, or of the LSTM (section 5.3, table 7). "" is the last layer,
     # and the encoder is trained. The others are hidden states of a frozen encoder: "embeddings",
     # "second-to-last", "last", "last4" (concatenated), "weighted-last4" and "weighted-all" (sums

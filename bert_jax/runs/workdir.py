@@ -36,6 +36,7 @@ import jax
 import bert_jax
 from bert_jax import storage
 from bert_jax.config import schema as config_lib
+from bert_jax.config.checks import validate
 from bert_jax.config.schema import TrainConfig
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.compressed import whole
@@ -166,7 +167,9 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
             "`bert-jax import`"
         )
     try:
-        return config_lib.from_dict(content["config"])
+        config = config_lib.from_dict(content["config"])
+        validate(config)
+        return config
     except (UserError, RecursionError) as error:
         raise UserError(
             f"cannot read {workdir}/config.json: {error}; use the version of bert_jax that wrote it, "
