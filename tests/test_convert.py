@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from bert_jax import cli
 from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
+from bert_jax.convert import export as export_lib
 from bert_jax.convert import huggingface, source, tensorflow1
 from bert_jax.convert.export import _write_safetensors, export
 from bert_jax.data.wordpiece import Vocabulary
@@ -436,7 +437,7 @@ def test_model_card_describes_the_training_run(tmp_path, rows, capsys):
         assert part in card, part
 
 
-def test_export_of_all_checkpoints(run_folder, tmp_path, capsys):
+def test_export_of_all_checkpoints(run_folder, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(run_folder, run)
     config, _, params, _ = checkpoint.load_model(run)
@@ -445,6 +446,16 @@ def test_export_of_all_checkpoints(run_folder, tmp_path, capsys):
     lines = [{"step": step, "split": "heldout", "masked_lm_loss": step / 10} for step in (7, 8, 9)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     argv = f"export --init {run} --out {tmp_path / 'out'} --checkpoint all".split()
+
+    def stopped(source, out, which, *more, **options):
+        if which == "9":
+            raise KeyboardInterrupt
+        return export(source, out, which, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_lib, "export", stopped)
+        assert cli.main(argv) == 130
+    assert not (tmp_path / "out").exists()
     assert cli.main([*argv, "--license", "mit", "--language", "en", "--language", "de"]) == 0
     assert "step_7, step_9" in capsys.readouterr().out
     for step, expected in ((7, params), (9, later)):

@@ -148,6 +148,7 @@ def _write_model(
         files.write(folder / file, content)
 
 
+@storage.writes("out", new=True)
 def export_all(
     source: str,
     out: str | pathlib.Path,
@@ -162,11 +163,11 @@ def export_all(
     source = os.path.expanduser(source)
     if not workdir.holds_run(source):
         raise UserError(f"{source} is not a run: it has no checkpoints to choose from")
-    files.check_new(out)
     steps = checkpoint.kept_steps(source)
     on_hub = {"name": name, "revisions": [f"step_{step}" for step in steps]} if name else {}
-    for step in steps:
-        export(source, f"{out}/step_{step}", str(step), heads, card=card, **on_hub)
+    with files.new_folder(out) as folder:
+        for step in steps:
+            export(source, folder / f"step_{step}", str(step), heads, card=card, **on_hub)
     return steps
 
 
