@@ -15,12 +15,15 @@ Examples:
     >>> grads = jax.grad(lambda params: model.apply(params, inputs).hidden.sum())(model.params)
 """
 
+import contextlib
 import copy
 import dataclasses
+import filecmp
 import functools
 import json
 import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -307,8 +310,8 @@ def pretrain(
         config: a config, or its name as for `--config`: "mini,128".
         workdir: folder of the run.
         texts: documents, each a text with one paragraph or sentence per line. They are written to
-            `workdir/data`, with the vocabulary and the rows. To resume, pass them again or not. Not
-            with a workdir on object storage.
+            `workdir/data`, with the vocabulary and the rows. To resume, pass them again or not; others
+            are refused. Not with a workdir on object storage.
         rows: instead of texts, folders of rows, one per phase.
         vocab: folder of a vocabulary for the texts; "" takes that of `init`, or trains one.
         vocab_size: size of the vocabulary to train.
@@ -336,7 +339,8 @@ def pretrain(
     data = pathlib.Path(workdir) / "data"
     if not folders and (texts is not None or (data / "text.jsonl").exists()):
         vocabulary = str(vocab) or (source_lib.open_vocabulary(str(init)) if init else "")
-        folders = _make_rows(settings, data, texts, vocabulary, vocab_size)
+        with files.lock_folder(workdir):
+            folders = _make_rows(settings, data, texts, vocabulary, vocab_size)
     take_rows(settings, folders)
     start = None
     if init:
@@ -389,10 +393,11 @@ def finetune(
         )
     settings = _config(config, changes, FinetuneConfig)
     device.check(settings, jax.default_backend())
-    for split, records in (examples or {}).items():
-        path = pathlib.Path(workdir) / "data" / f"{split}.jsonl"
-        _write_lines(path, records)
-        setattr(settings.task, split, str(path))
+    with files.lock_folder(workdir) if examples else contextlib.nullcontext():
+        for split, records in (examples or {}).items():
+            path = pathlib.Path(workdir) / "data" / f"{split}.jsonl"
+            _write_lines(path, records)
+            setattr(settings.task, split, str(path))
     return train.finetune(
         settings,
         str(init),
@@ -469,12 +474,28 @@ def _make_rows(
 
 
 def _write_lines(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write records to a file of `workdir/data`; refuse to change what rows or a run were made from."""
     with files.one_line_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.atomic_write(path) as temporary, temporary.open("w") as file:
-            # NumPy's numbers are not JSON, but what `tolist` returns is.
-            lines = (json.dumps(record, default=lambda x: x.tolist()) for record in records)
-            file.writelines(f"{line}\n" for line in lines)
+        with files.atomic_write(path) as temporary:
+            with temporary.open("w") as file:
+                # NumPy's numbers are not JSON, but what `tolist` returns is.
+                lines = (json.dumps(record, default=lambda x: x.tolist()) for record in records)
+                file.writelines(f"{line}\n" for line in lines)
+            if path.exists() and filecmp.cmp(path, temporary, shallow=False):
+                shutil.copystat(path, temporary)  # `prepare` and its progress depend on the time
+            elif path.exists() and _is_used(path):
+                raise UserError(
+                    f"{path} holds other data than those passed, and rows or a run were made from it: "
+                    "pass the same data again, or choose another workdir"
+                )
+
+
+def _is_used(path: pathlib.Path) -> bool:
+    """Whether rows or a run were made from a file of `workdir/data`."""
+    folder = path.parents[1]
+    configs = (*folder.glob("config.json"), *folder.glob("seed_*/config.json"))
+    return any(configs) or any(x.is_dir() for x in path.parent.iterdir())
 
 
 def _write_texts(

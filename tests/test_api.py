@@ -22,6 +22,7 @@ from bert_jax.model import bert
 from bert_jax.model.bert import init_params
 from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import workdir
+from bert_jax.storage import files
 
 DOCUMENTS = [
     f"The {n} rivers run past the mill.\nIt turns the wheel.\nBread is baked by {n} men."
@@ -29,6 +30,7 @@ DOCUMENTS = [
 ]
 SIZE = "L2-H16-A2,32"
 CHANGES = {"steps": 2, "batch_size": 8, "evaluate_every_steps": 2}
+ROWS = [{"text": f"bread {n}", "label": "ab"[n % 2]} for n in range(60)]
 TABLE = {"task.tokens": 32, "epochs": 1}
 
 
@@ -51,8 +53,7 @@ def with_head(run, head, labels, task):
 @pytest.fixture(scope="module")
 def finetuned(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned") / "run"
-    rows = [{"text": f"bread {n}", "label": "ab"[n % 2]} for n in range(60)]
-    splits = {"train": rows[:40], "dev": rows[40:]}
+    splits = {"train": ROWS[:40], "dev": ROWS[40:]}
     return bert_jax.finetune("table", run.source, folder, splits, changes=TABLE), folder
 
 
@@ -198,6 +199,38 @@ def test_records_are_written_completely_or_not_at_all(tmp_path):
     api._write_lines(path, [{"text": value} for value in values])
     written = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     assert written == ["\ud800", 1, 0.5, True, ["a", "b"]]
+
+
+@pytest.mark.parametrize("kind", ["pretraining", "fine-tuning"])
+def test_data_of_a_run_are_not_replaced(run, finetuned, kind):
+    """Not even by data of the same size, from which rows are said to be the same."""
+
+    def resume(data):
+        if kind == "pretraining":
+            bert_jax.pretrain(SIZE, run.source, data, vocab_size=150, changes=CHANGES)
+        else:
+            splits = {"train": ROWS[:40], "dev": data}
+            bert_jax.finetune("table", run.source, finetuned[1], splits, changes=TABLE)
+
+    if kind == "pretraining":
+        data, path = DOCUMENTS, pathlib.Path(run.source, "data", "text.jsonl")
+    else:
+        data, path = ROWS[40:], finetuned[1] / "data" / "dev.jsonl"
+    before, time = path.read_bytes(), path.stat().st_mtime_ns
+    for other in (data[::-1], data[:-1]):
+        with pytest.raises(UserError, match=f"{path} holds other data"):
+            resume(other)
+    with files.lock_folder(path.parents[1]), pytest.raises(UserError, match="in use"):
+        resume(data)
+    resume(data)
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == (before, time)
+
+
+def test_data_can_be_corrected_before_a_run_begins(tmp_path):
+    path = tmp_path / "data" / "dev.jsonl"
+    for rows in (ROWS, ROWS[40:]):
+        api._write_lines(path, rows)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS[40:]
 
 
 def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):

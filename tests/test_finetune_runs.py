@@ -18,6 +18,7 @@ from bert_jax.config.schema import CheckpointConfig, TaskConfig
 from bert_jax.convert import source
 from bert_jax.data import examples
 from bert_jax.errors import UserError
+from bert_jax.objectives import finetuning
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.tasks.load import load_dataset
 from bert_jax.training import step as step_lib
@@ -183,6 +184,16 @@ def test_evaluate_and_predict_after_training(run, data, tmp_path, capsys):
     assert [row.split("\t")[1] for row in rows[1:]] == ["no", "yes"]
 
 
+def test_changed_data_are_not_evaluated(run, data, capsys):
+    path, before = data / "dev.csv", (run / "metrics.json").read_bytes()
+    content = path.read_text()
+    path.write_text(content.replace("yes", "no", 1))
+    assert str(path) in refused(capsys, "evaluate", "--workdir", run)
+    assert (run / "metrics.json").read_bytes() == before
+    path.write_text(content)
+    assert cli.main(["evaluate", "--workdir", str(run)]) == 0
+
+
 def test_hugging_face_export_preserves_labels(run, tmp_path):
     assert cli.main(["export", "--workdir", str(run), "--out", str(tmp_path / "out")]) == 0
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -324,6 +335,7 @@ def test_evaluation_does_not_need_the_training_data(tmp_path, write, task):
     jax.tree.map(
         np.testing.assert_array_equal, part.splits["dev"].tokens, whole.splits["dev"].tokens
     )
+    assert finetuning.digest(part) == finetuning.digest(whole, ["dev"])
     with pytest.raises(UserError, match="train"):
         load_dataset(task, VOCABULARY, whole.labels)
 

@@ -18,7 +18,7 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.supervised import Supervised
-from bert_jax.runs import checkpoint
+from bert_jax.runs import checkpoint, workdir
 from bert_jax.runtime import distributed, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
@@ -78,6 +78,13 @@ def evaluate_run(
     assert isinstance(config, FinetuneConfig)
     if dataset is None:
         dataset = load_dataset(config.task, vocabulary, config.model.labels, training=False)
+        for data in workdir.read_data(folder):
+            for split, digest in data.get("splits", {}).items():
+                if split in dataset.splits and finetuning.digest(dataset, [split]) != digest:
+                    raise UserError(
+                        f"{getattr(config.task, split, '') or config.task.data}: the {split} examples "
+                        f"are not those of {folder}: restore them, or score others with `bert-jax predict`"
+                    )
     suffix = "" if which == "best" else f"_{step}"
     results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": dataset.best_by}
     for split, examples in dataset.splits.items():

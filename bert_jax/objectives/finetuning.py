@@ -375,7 +375,8 @@ def make_phase(
         smaller_batch_sizes=tuple(shape.rows for shape in plan.shapes[:-1]),
     )
     counts = {name: len(examples) for name, examples in dataset.splits.items()}
-    data: dict[str, Any] = {"digest": digest(dataset), "examples": counts}
+    digests = {name: digest(dataset, [name]) for name in dataset.splits}
+    data: dict[str, Any] = {"digest": digest(dataset), "splits": digests, "examples": counts}
     if not config.model.head:  # elsewhere, settings of `embed` do not affect training
         data["objective"] = f"contrastive, {config.embed.pooling} pooling"
     if teacher:
@@ -411,10 +412,11 @@ def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: i
     )
 
 
-def digest(dataset: FinetuneDataset) -> str:
-    """Return a digest of the training and evaluation data."""
+def digest(dataset: FinetuneDataset, splits: Collection[str] = ()) -> str:
+    """Return a digest of the training and evaluation data, or of some splits."""
     sha256 = hashlib.sha256()
-    for name, examples in dataset.splits.items():
+    for name in splits or dataset.splits:
+        examples = dataset.splits[name]
         sha256.update(f"{name} {len(examples)} {dataset.head} {dataset.labels}".encode())
         for tokens in examples.tokens:
             sha256.update(tokens.tobytes())
