@@ -17,6 +17,8 @@ from bert_jax.convert import source
 from bert_jax.convert.export import export
 from bert_jax.convert.families import BERT
 from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.storage import files
 from tests.helpers.checkpoints import (
     TF1,
     WORDS,
@@ -98,6 +100,22 @@ def test_export_follows_a_symlink_to_an_empty_folder(hf_folder, tmp_path):
     export(str(hf_folder), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real" / "config.json").exists()
+
+
+def test_links_in_place_of_working_files_and_folders_are_not_followed(tmp_path):
+    kept = tmp_path / "elsewhere" / "kept"
+    kept.parent.mkdir()
+    kept.write_text("text")
+    for name in (".new.partial", ".new.00000000.partial", "run"):
+        (tmp_path / name).symlink_to(kept.parent)
+    with files.new_folder(tmp_path / "new"):
+        assert list(kept.parent.iterdir()) == [kept]
+    with files.lock_folder(tmp_path / "run"):  # a folder that the user has put on another disk
+        (kept.parent / files.LOCK).unlink()
+    (kept.parent / files.LOCK).symlink_to(kept)
+    with pytest.raises(UserError, match=files.LOCK), files.lock_folder(tmp_path / "run"):
+        pass
+    assert kept.read_text() == "text"
 
 
 @pytest.mark.parametrize("part", ["pooler", "masked_lm", "next_sentence"])

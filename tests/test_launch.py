@@ -383,11 +383,17 @@ def test_stop_runs_every_command_and_returns_the_worst_status(ssh_status, progra
     assert [call[4] for call in programs.calls()] == ["ssh", "delete"]
 
 
-def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch):
+def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch, tmp_path):
+    kept = tmp_path / "kept"  # is not written through a link in place of the log
+    kept.write_text("text")
     failing = ["bash", "-c", "echo no room; exit 3"]
     monkeypatch.setattr(jobs, "python_command", lambda: failing)
+    log = engines.state_folder("r") / "log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to(kept)
     assert cli.main(["launch", "--on", "local", "--detach", "--", *COMMAND, "/s/r"]) == 2
     assert "the launcher failed: no room" in capsys.readouterr().err
+    assert kept.read_text() == "text"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import string
 import subprocess
 import sys
@@ -583,10 +584,16 @@ def test_unsafe_inputs_and_outputs_are_refused(tmp_path, text):
         with pytest.raises(UserError, match="in use"):
             prepare(*text, tmp_path / "rows", workers=1)
         assert [path.name for path in partial.iterdir()] == [files.LOCK]
+    shutil.rmtree(partial)
+    run.mkdir()
+    (run / "fingerprint").touch()
+    partial.symlink_to(run)
+    with pytest.raises(UserError, match=f"{partial} is a symbolic link"):
+        prepare(*text, tmp_path / "rows", workers=1, force=True)
+    assert [path.name for path in run.iterdir()] == ["fingerprint"]
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe is not a file"):
         prepare([str(tmp_path / "pipe")], text[1], run)
-    run.mkdir()
     (run / "config.json").write_text("{}")  # a model, whose vocabulary would be replaced
     with pytest.raises(UserError, match=f"{run} holds a model.*--force"):
         prepare(*text, run, workers=1)

@@ -85,7 +85,7 @@ def test_resumed_run_traces_the_remaining_steps(tmp_path, rows, plain, monkeypat
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, rows, "profile_steps=8:12")
     assert not list((tmp_path / tracing.FOLDER).iterdir())
-    killed = tmp_path / tracing.FOLDER / ".steps_8_12.partial"  # left by a killed process
+    killed = tmp_path / tracing.FOLDER / ".steps_8_12.00000000.partial"  # left by a killed process
     killed.mkdir()
     (killed / "half").touch()
     run(tmp_path, rows, "profile_steps=8:12")

@@ -43,6 +43,15 @@ def test_study_is_searched_by_one_process_at_a_time(make_point, tmp_path):
         assert (status, len(results), len(study_of(tmp_path).trials)) == (0, trials, trials)
 
 
+def test_link_in_place_of_the_lock_of_a_study_is_refused(make_point, tmp_path):
+    run_sweep([], tmp_path, module=Objective(make_point), trials=1)
+    (lock,) = (tmp_path / "experiment").glob(".study-*")
+    lock = lock.rename(tmp_path / "elsewhere").parent / lock.relative_to(tmp_path)
+    lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"{lock} is a symbolic link"):
+        run_sweep([], tmp_path, module=Objective(make_point), trials=2)
+
+
 def study_of(tmp_path):
     """Open the only study of a search."""
     import optuna

@@ -162,6 +162,7 @@ def prepare(
         short_fraction,
         language,
     )
+    files.refuse_link(job.folder)
     finished = functools.partial(_finished, out, settings, vocabulary, force, parsed)
     if not job.folder.exists() and (manifest := finished()):
         return manifest

@@ -80,8 +80,8 @@ class ShardCache:
         self.altered: list[str] = []
         with files.one_line_errors(f"cannot write {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.folder / files.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, lock)
+            lock = files.open_lock(self.folder / files.LOCK)
+            weakref.finalize(self, lock.close)
             fcntl.flock(lock, fcntl.LOCK_SH)  # `make_room` keeps the folder
             os.utime(self.folder)
         if copy:
@@ -92,7 +92,7 @@ class ShardCache:
             path = self.folder / shard.name
             lock, temporary = (path.with_name(f"{path.name}.{end}") for end in ("lock", "partial"))
             try:
-                with lock.open("a") as file:
+                with files.open_lock(lock) as file:
                     fcntl.flock(file, fcntl.LOCK_EX)  # wait while another process copies it
                     if path.exists():
                         continue

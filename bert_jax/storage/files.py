@@ -3,17 +3,19 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import itertools
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import IO, Any
 
 from bert_jax.errors import InUse, UserError
 
@@ -90,15 +92,18 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     If the block raises, the folder is removed. Leftovers of a killed process are removed next time.
     """
     path = check_new(path)
-    temporary = path.with_name(f".{path.name}.partial")
+    # Nobody can put a link at a name that is unpredictable.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    leftovers = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.partial"
     with one_line_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in path.parent.glob(leftovers):
+            if leftover.is_dir() and not leftover.is_symlink():
+                with lock_folder(leftover):
+                    shutil.rmtree(leftover, ignore_errors=True)
     with lock_folder(temporary):
         try:
             with one_line_errors(f"cannot write {path}"):
-                for entry in temporary.iterdir():
-                    if entry.name != LOCK:
-                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
                 yield temporary
                 (temporary / LOCK).unlink()
                 sync_tree(temporary)
@@ -191,6 +196,18 @@ def move_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return target
 
 
+def refuse_link(path: pathlib.Path) -> None:
+    """Refuse a symbolic link in place of a working file or folder, which is overwritten or emptied."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link: remove it")
+
+
+def open_lock(path: pathlib.Path) -> IO[str]:
+    """Open or create a lock file for reading and appending; a symbolic link is refused."""
+    refuse_link(path)
+    return open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
 @contextlib.contextmanager
 def lock_folder(folder: str | os.PathLike) -> Iterator[int]:
     """Hold the lock file `LOCK` of a folder during the block; create the folder if necessary.
@@ -204,7 +221,7 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[int]:
     folder = pathlib.Path(folder)
     with one_line_errors(f"cannot use the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "a+")  # noqa: SIM115 (closed by the `with` below)
+        file = open_lock(folder / LOCK)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -80,7 +80,8 @@ def detach(on: str, name: str, arguments: Sequence[str]) -> int:
         raise UserError(f"--detach: --on {on} queues the job and returns; remove it")
     folder = state_folder(name)
     with _owned(folder, name):
-        (folder / _FILE).unlink(missing_ok=True)
+        for file in (_FILE, _LOG):
+            (folder / file).unlink(missing_ok=True)
         log = open(folder / _LOG, "wb")  # noqa: SIM115 (the launcher's)
     with log:
         process = subprocess.Popen(

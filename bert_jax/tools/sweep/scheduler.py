@@ -56,8 +56,8 @@ class PointRun:
 
     def create_folder(self) -> None:
         """Create the folder, or use the one that another sweep has created since."""
-        lock, message = self._runs / files.LOCK, f"cannot use the folder {self._runs}"
-        with files.one_line_errors(message), open(lock, "a") as file:
+        message = f"cannot use the folder {self._runs}"
+        with files.one_line_errors(message), files.open_lock(self._runs / files.LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self._find()
             self.folder.mkdir(exist_ok=True)

@@ -52,7 +52,9 @@ class Search:
         identity = json.dumps([*map(str, sweep.args), str(runs), self._objective])
         digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
         # With the lock, trials that the study calls running are those of a killed search.
-        stack.enter_context(files.lock_folder(sweep.path.parent / f".study-{digest}"))
+        lock = sweep.path.parent / f".study-{digest}"
+        files.refuse_link(lock)
+        stack.enter_context(files.lock_folder(lock))
         self._study = optuna.create_study(
             storage=optuna.storages.JournalStorage(storage),
             study_name=f"{sweep.path.parent.name}-{sweep.args.scale}-{digest}",
