@@ -308,6 +308,6 @@ def test_mesh_that_does_not_divide_a_parameter_is_rejected(vocab_size, tensor):
 
 
 def test_run_identity_covers_config_data_and_versions():
-    result = workdir.identity(Config(), [{"digest": "d"}])
-    assert result["data of phase 0"] == "d"
+    result = workdir.identity(Config(), [{"digest": "d", "start": "s"}])
+    assert (result["data of phase 0"], result["--init of phase 0"]) == ("d", "s")
     assert {"jax", "config.optim.learning_rate", "commit"} <= set(result)

@@ -238,6 +238,10 @@ NOBODY_WROTE = (
     ("metrics.jsonl", [HELDOUT, {**HELDOUT, "accuracy": None, "loss": "x"}]),
     ("metrics.jsonl", [HELDOUT, {**HELDOUT, "loss": 10**400}]),
     ("metrics.jsonl", [{**HELDOUT, "loss": 1e308}, {**HELDOUT, "step": 6, "loss": -1e308}]),
+    *(
+        ("samples.jsonl", [{"step": 3, "text": "a [MASK]", "masks": masks}])
+        for masks in (None, ["x"], [{}], [[{"token": "x"}]])
+    ),
     ("speed.jsonl", [{"step": 3, "steps_per_second": 2.0}, FAST]),
     ("speed.jsonl", [{**FAST, "steps_per_second": float("nan")}, FAST]),
 )

@@ -127,6 +127,20 @@ def test_trial_of_a_killed_search_is_retried(make_point, tmp_path):
     assert [line["facts"]["length"] for line in results][1:] == [length]
 
 
+def test_torn_line_of_a_study_is_cut_off_and_a_damaged_one_refused(make_point, tmp_path):
+    journal = tmp_path / "experiment" / "study.journal"
+    for trials in (1, 2):
+        status, results = run_sweep([], tmp_path, module=Objective(make_point), trials=trials)
+        assert (status, len(results)) == (0, trials)
+        with journal.open("ab") as file:
+            file.write(b'{"op_code":')
+    with journal.open("ab") as file:
+        file.write(b"\n")
+    number = journal.read_bytes().count(b"\n")
+    with pytest.raises(UserError, match=f"study.journal, line {number} "):
+        run_sweep([], tmp_path, module=Objective(make_point), trials=3)
+
+
 def test_interrupted_trials_do_not_end_a_search(make_point, tmp_path):
     module = Objective(make_point)
     for _ in range(3):

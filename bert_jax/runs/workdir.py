@@ -355,7 +355,7 @@ def identity(config: TrainConfig, data: list[dict[str, Any]]) -> dict[str, Any]:
     digests = {
         f"{name} of phase {i}": rows.get(key)
         for i, rows in enumerate(data)
-        for key, name in (("digest", "data"), ("teacher", "teacher"))
+        for key, name in (("digest", "data"), ("start", "--init"), ("teacher", "teacher"))
     }
     return {**settings, **digests, **versions(), "commit": commit()}
 

@@ -126,7 +126,19 @@ def _read(folder: pathlib.Path, name: str) -> Recorded:
         read_speed(folder),
         workdir.read_data(folder),
         workdir.read_best_by(folder),
-        workdir.read_steps(folder / workdir.SAMPLES),
+        [line for line in workdir.read_steps(folder / workdir.SAMPLES) if _is_sample(line)],
+    )
+
+
+def _is_sample(line: dict[str, Any]) -> bool:
+    """Whether a line of samples.jsonl has candidates for each mask."""
+    masks = line.get("masks")
+    return isinstance(masks, list) and all(
+        isinstance(mask, list)
+        and all(
+            isinstance(x, dict) and "token" in x and _is_number(x.get("probability")) for x in mask
+        )
+        for mask in masks
     )
 
 

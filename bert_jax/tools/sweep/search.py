@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import statistics
 from typing import Any
@@ -11,10 +12,21 @@ from typing import Any
 from bert_jax.errors import UserError, missing
 from bert_jax.storage import files
 from bert_jax.tools.sweep.points import Point, Sweep, call, ordered
-from bert_jax.tools.sweep.results import lines_of
+from bert_jax.tools.sweep.results import is_json, lines_of
 from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 
 _RERUN_OF = "rerun_of"  # attribute of a trial: the number of the interrupted one
+
+
+def _repair(path: pathlib.Path) -> None:
+    """Cut off an incomplete last line of a journal, as a kill leaves it; Optuna would append to it."""
+    content = path.read_bytes() if path.exists() else b""
+    *lines, tail = content.split(b"\n")
+    if tail:
+        os.truncate(path, len(content) - len(tail))
+    for i, line in enumerate(lines, 1):
+        if not is_json(line):
+            raise UserError(f"{path}, line {i} is damaged: remove it")
 
 
 class Search:
@@ -48,7 +60,9 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._get, self._sweep, self._trials, self._jobs = get_trial, sweep, trials, jobs
         self._states = optuna.trial.TrialState
-        storage = journal.JournalFileBackend(str(sweep.path.parent / "study.journal"))
+        path = sweep.path.parent / "study.journal"
+        _repair(path)
+        storage = journal.JournalFileBackend(str(path))
         identity = json.dumps([*map(str, sweep.args), str(runs), self._objective])
         digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
         # With the lock, trials that the study calls running are those of a killed search.
