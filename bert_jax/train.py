@@ -107,7 +107,8 @@ def train(
 
     with contextlib.ExitStack() as stack:
         # ---- Workdir -----------------------------------------------------------------------------
-        distributed.check_same_on_all_processes(workdir.identity(config, data))
+        same = {"--workdir": str(folder), **workdir.identity(config, data)}
+        distributed.check_same_on_all_processes(same)
         folder = _own(folder, stack)
 
         def claim() -> None:

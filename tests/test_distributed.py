@@ -185,15 +185,16 @@ def test_each_process_reads_few_heartbeats_and_all_end_after_a_loss(silent, monk
     assert max(number for process, number in num_read) < count
 
 
-def test_processes_with_different_configs_are_rejected(tmp_path, rows):
+def test_processes_with_different_settings_are_rejected(tmp_path, rows):
     def argv(i):
-        return command(tmp_path / "w", [rows()], f"optim.learning_rate={i + 1}e-3")
+        return command(tmp_path / f"w{i}", [rows()], f"optim.learning_rate={i + 1}e-3")
 
     status, output = wait_for_all(start_processes(argv, 2))
     assert status == [cli.EXIT_USER_ERROR] * 2, output
     for text in output:
         assert "config.optim.learning_rate: 0.001 and 0.002" in text
-    assert not (tmp_path / "w" / "config.json").exists()
+        assert f"--workdir: '{tmp_path}/w0' and '{tmp_path}/w1'" in text
+    assert not list(tmp_path.glob("w*"))
 
 
 @pytest.mark.parametrize("process", [0, 1])

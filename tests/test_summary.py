@@ -1,6 +1,7 @@
 """Messages at the start and end of a run, and warnings about likely mistakes in settings."""
 
 import dataclasses
+import json
 
 import jax
 import pytest
@@ -66,6 +67,24 @@ def test_rows_of_several_phases_count_once(tmp_path):
     settings, mesh = config(lengths=2), sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     lines = summary.start_lines(settings, mesh, phases(settings), [rows()] * 2, {}, tmp_path)
     assert any("800 rows with 25,600 real tokens, 10 epochs" in line for line in lines)
+
+
+def test_resuming_with_other_versions_or_devices_gives_a_warning(tmp_path):
+    settings, mesh = config(), sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    given = phases(settings)
+    before = {"step": 0, "versions": {"jax": "1"}, "devices": "1 cpu"}
+    for now, expected in (
+        ({"step": 5}, ""),
+        ({"versions": {"jax": "2"}}, ""),  # from the beginning
+        ({"step": 5, "versions": {"jax": "2"}}, "jax 1, now 2"),
+        ({"step": 5, "devices": "1 NVIDIA H100"}, "devices 1 cpu, now 1 NVIDIA H100"),
+    ):
+        lines = [json.dumps(start) + "\n" for start in (before, before | now)]
+        (tmp_path / "starts.jsonl").write_text("".join(lines))
+        shown = summary.start_lines(settings, mesh, given, [rows()], {}, tmp_path)
+        warned = "".join(line for line in shown if line.startswith("warning: "))
+        assert bool(warned) == bool(expected)
+        assert expected in warned
 
 
 def test_end_message_names_best_evaluation_and_checkpoint():

@@ -226,6 +226,7 @@ def test_orphaned_process_of_a_killed_sweep_is_waited_for(
     wait_for(lambda: queue.update() or queue.is_over)
     assert queue.state == {"a": "done", "b": "done"}
     assert make_point.calls() == ["a", "b", "b"]  # the second call finds the first one's output
+    assert [len(queue.point_runs[name].attempts()) for name in "ab"] == [1, 2]
 
 
 def test_sigterm_is_forwarded_to_running_points(make_point, tmp_path, capsys):

@@ -58,6 +58,26 @@ def start_lines(
         f"{attention.describe(config, *hardware, [phase.tokens for phase in phases])}"
     )
     yield shown(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")
+    yield from _changes(folder)
+
+
+def _changes(folder: pathlib.Path) -> Iterator[str]:
+    """Yield a line if a run resumes with other versions or devices than those of its last start."""
+    starts = workdir.read_steps(folder / "starts.jsonl")[-2:]
+    if len(starts) < 2 or not starts[1]["step"]:
+        return
+    before, now = (
+        {**start.get("versions", {}), "devices": start.get("devices")} for start in starts
+    )
+    if differ := [
+        f"{name} {before.get(name)}, now {now[name]}"
+        for name in now
+        if before.get(name) != now[name]
+    ]:
+        yield (
+            f"warning: the last start had other versions or devices ({'; '.join(differ)}): results may "
+            "differ in their last bits from those of an uninterrupted run"
+        )
 
 
 def warnings(

@@ -20,7 +20,7 @@ a config file or a checkpoint in place, use another `--runs`. Inside it, NAME-HA
 
 out/             output of the command
 log              its standard output and error
-attempts.jsonl   every start: when, duration, exit status
+attempts.jsonl   every start, and its end: when, duration, exit status
 """
 
 from bert_jax.tools.sweep.points import (

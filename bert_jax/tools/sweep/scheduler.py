@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -28,6 +29,8 @@ from bert_jax.tools.launch.request import job_name
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
 ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
+# Status of an attempt until its end is recorded, which a kill of the sweep can prevent.
+_STARTED = "started"
 # Verbs that engines other than "local" run; the rest runs on this machine.
 LAUNCHED = ("pretrain", "finetune")
 # Interval between queries of a queue; a job that is missing twice is gone.
@@ -63,11 +66,13 @@ class PointRun:
             self.folder.mkdir(exist_ok=True)
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Return all starts so far."""
-        return workdir.read_lines(self.folder / ATTEMPTS)
+        """Return all starts so far, each with its last status."""
+        lines = workdir.read_lines(self.folder / ATTEMPTS)
+        pairs = itertools.pairwise([*lines, {"status": _STARTED}])
+        return [a for a, b in pairs if a["status"] != _STARTED or b["status"] == _STARTED]
 
     def add(self, **attempt: Any) -> None:
-        """Record a start that has ended or was submitted."""
+        """Record that an attempt has started, was submitted, or has ended."""
         with open(self.folder / ATTEMPTS, "a") as file:
             file.write(json.dumps(attempt) + "\n")
 
@@ -261,15 +266,16 @@ class Scheduler:
             lock.close()
             self._finish(point_run)
             return
-        process = None
+        running = _Running(point_run, None, time.time(), lock)
         if self._resubmit or not (
             point_run.is_submitted and self._engine.is_asynchronous(point_run.point)
         ):
+            self._record(running, _STARTED)
             command = self._engine.command(point_run.point, self.point_runs)
             with open(point_run.log, "ab") as log:
                 log.write(f"$ {shlex.join(command)}\n".encode())
                 log.flush()
-                process = subprocess.Popen(
+                running.process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -278,7 +284,7 @@ class Scheduler:
                     start_new_session=True,
                     pass_fds=(held,),
                 )
-        self._running[name] = _Running(point_run, process, time.time(), lock)
+        self._running[name] = running
         self.state[name] = "running"
 
     def _ended(self, name: str, running: _Running, status: int) -> None:
@@ -310,7 +316,7 @@ class Scheduler:
         self._record(running, status=1)
         self._release(name, "failed")
 
-    def _record(self, running: _Running, status: int | None) -> None:
+    def _record(self, running: _Running, status: int | str | None) -> None:
         start = datetime.datetime.fromtimestamp(running.start_time, datetime.UTC)
         running.point_run.add(
             begun=start.isoformat(timespec="seconds"),
