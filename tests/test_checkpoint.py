@@ -246,6 +246,16 @@ def test_damaged_metrics_are_reported_and_readable_lines_kept(run, copy, capfd, 
     assert "were lost" not in capfd.readouterr().err
 
 
+def test_metrics_that_were_deleted_cannot_be_synced(tmp_path):
+    """A checkpoint would count on them."""
+    path = tmp_path / "metrics.jsonl"
+    file = workdir.JsonlFile(path, 0)
+    file.sync()
+    path.unlink()
+    with pytest.raises(UserError, match=f"cannot write {path}"):
+        file.sync()
+
+
 NONSENSE = (b"", b"\xff\x00", b"[]", b"[" * 9999, None)
 RESUMED = (b"[]", None)
 SMALL_FILES = (
