@@ -107,8 +107,7 @@ def train(
 
     with contextlib.ExitStack() as stack:
         # ---- Workdir -----------------------------------------------------------------------------
-        same = {"--workdir": str(folder), **workdir.identity(config, data)}
-        distributed.check_same_on_all_processes(same)
+        distributed.check_same_on_all_processes(workdir.identity(config, data))
         folder = _own(folder, stack)
 
         def claim() -> None:

@@ -187,13 +187,13 @@ def test_each_process_reads_few_heartbeats_and_all_end_after_a_loss(silent, monk
 
 def test_processes_with_different_settings_are_rejected(tmp_path, rows):
     def argv(i):
-        return command(tmp_path / f"w{i}", [rows()], f"optim.learning_rate={i + 1}e-3")
+        return [*command(tmp_path / f"w{i}", [rows()]), *["--init", "none"][: 2 * i]]
 
     status, output = wait_for_all(start_processes(argv, 2))
     assert status == [cli.EXIT_USER_ERROR] * 2, output
     for text in output:
-        assert "config.optim.learning_rate: 0.001 and 0.002" in text
         assert f"--workdir: '{tmp_path}/w0' and '{tmp_path}/w1'" in text
+        assert "--init: None and 'none'" in text
     assert not list(tmp_path.glob("w*"))
 
 

@@ -46,6 +46,8 @@ def _start(options) -> Any:
 
     distributed.start()
     device.start(config.platform, deterministic=config.deterministic)
+    # Before a model is opened, at which Orbax waits for all processes.
+    distributed.check_same_on_all_processes({"--workdir": options.workdir, "--init": options.init})
     return config
 
 
