@@ -420,6 +420,36 @@ def test_outputs_are_written_atomically(server, url):
     assert str(UserError(f"cannot read {copy}/model")) == f"cannot read {url}/out/model"
 
 
+def test_interrupted_upload_of_a_new_folder_is_repeated(url, monkeypatch):
+    """The files that describe the folders in it are uploaded last."""
+    upload = storage.objects.upload
+
+    def write():
+        with storage.output(url, new=True) as folder:
+            for name in ("step_1/config.json", "step_1/model", "step_2/config.json"):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(name)
+
+    def interrupted(paths, urls):
+        if "config.json" in urls[0]:
+            raise KeyboardInterrupt
+        upload(paths, urls)
+
+    monkeypatch.setattr(storage.objects, "upload", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    monkeypatch.setattr(storage.objects, "upload", upload)
+    assert "step_1/model" in storage.listing(url)
+    write()
+    assert list(storage.listing(url)) == [
+        "step_1/config.json",
+        "step_1/model",
+        "step_2/config.json",
+    ]
+    with pytest.raises(UserError, match=f"{url} exists"):
+        write()
+
+
 def test_manifest_of_deleted_rows_is_forgotten(url):
     def fail():
         with storage.output(url, resumable=True) as folder:

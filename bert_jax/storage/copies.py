@@ -231,7 +231,8 @@ def output(path: str | os.PathLike, new: bool = False, resumable: bool = False) 
         yield path
         return
     url = str(path).rstrip("/")
-    if new and (objects.listing(url) or objects.is_file(url)):
+    names = objects.listing(url) if new else {}
+    if new and _INCOMPLETE not in names and (names or objects.is_file(url)):
         raise UserError(f"{url} exists: choose another folder or remove it first")
     copy = copy_of(url, "outputs")
     with files.lock_folder(copy.parent):
@@ -271,22 +272,28 @@ _OF_ROWS = re.compile(
 )
 
 
+# Marker of a folder whose upload is not finished.
+_INCOMPLETE = ".incomplete"
+
+
 def _upload_folder(folder: pathlib.Path, url: str, lease: Lease) -> None:
     paths = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
         if not path.is_dir() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
     }
-    last = [name for name in objects.DESCRIPTIONS if name in paths]
+    last = [n for d in objects.DESCRIPTIONS for n in paths if n.rpartition("/")[2] == d]
     first = [name for name in paths if name not in last and name != files.LOCK]
     if "manifest.json" in last:  # rows, which another version of them may be mixed with
         old = [name for name in objects.listing(url) if _OF_ROWS.fullmatch(name)]
         objects.delete([f"{url}/{name}" for name in last if name in old])
         objects.delete([f"{url}/{name}" for name in old if name not in paths])
+    objects.write(f"{url}/{_INCOMPLETE}", b"")
     objects.upload([paths[name] for name in first], [f"{url}/{name}" for name in first])
     lease.check()
     for name in reversed(last):
         objects.upload([paths[name]], [f"{url}/{name}"])
+    objects.delete([f"{url}/{_INCOMPLETE}"])
 
 
 def _remove(path: pathlib.Path) -> None:
