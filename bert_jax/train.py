@@ -11,38 +11,42 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import pathlib
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from bert_jax import storage
-from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
+from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
 from bert_jax.inference.fill_mask import MaskSampler
 from bert_jax.inference.predict import METRICS, evaluate_run, over_seeds
-from bert_jax.model import attention
-from bert_jax.model.bert import Params, flatten, unflatten
+from bert_jax.model.bert import Params
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.base import Phase
-from bert_jax.runs import checkpoint, workdir
-from bert_jax.runs.checkpoint import Checkpoints
+from bert_jax.runs import workdir
 from bert_jax.runtime import device, distributed, sharding
-from bert_jax.runtime.progress import Progress
 from bert_jax.runtime.sharding import shard_batch
-from bert_jax.runtime.signals import Interrupted, catch_signals
+from bert_jax.runtime.signals import Interrupted
 from bert_jax.storage import files
 from bert_jax.training import guard, summary
-from bert_jax.training.log import EarlyStopping, Log, print_json
-from bert_jax.training.step import (
-    Programs,
+from bert_jax.training.log import print_json
+from bert_jax.training.session import (
+    STEPS_AHEAD,
+    Monitors,
+    Session,
+    check_devices,
+    describe_end,
+    open_monitors,
+    open_session,
+    programs_of_phase,
+    save_before,
+)
+from bert_jax.training.state import (
     State,
     checkpoint_parts,
-    compile_phase,
     evaluated_params,
     initial_state,
     place_seed,
@@ -50,10 +54,8 @@ from bert_jax.training.step import (
     restore,
     with_params,
 )
+from bert_jax.training.step import Programs
 from bert_jax.training.tracing import StepTracer, Summarize
-
-# Steps dispatched before the loop waits: enough to keep a device busy, few enough to stop soon.
-STEPS_AHEAD = 2
 
 
 @device.one_line_memory_errors()
@@ -88,177 +90,148 @@ def train(
         UserError: an error that the user can fix; no progress is lost.
         Interrupted: SIGTERM or SIGINT was received and the state is saved.
     """
-    # ---- Devices ---------------------------------------------------------------------------------
-    compiled = {} if compiled is None else compiled
     mesh = sharding.make_mesh(config.mesh)
-    for i, phase in enumerate(phases):
-        key = batch_size_key(config, i)
-        sharding.check_batch(mesh, phase.batch_size, phase.accumulation, key)
-    hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
-    attention.check(config, *hardware)
-    device.check(config, hardware[0])
-    process_part = sharding.process_row_shard(mesh)
-    init, shapes = initial_state(config, phases[0], mesh)
+    check_devices(config, phases, mesh)
     metric = phases[0].objective.best_metric
+    init, shapes = initial_state(config, phases[0], mesh)
     texts = [text for text in getattr(config, "sample_texts", "").split("|") if text.strip()]
     sampler = MaskSampler(config.model, vocabulary, texts, mesh) if texts else None
-    best = {"best_by": metric.name, "highest": metric.higher_is_better}
-    ranking: dict[str, Any] = best | {"since": workdir.comparable_since(config, data)}
-
     with contextlib.ExitStack() as stack:
-        # ---- Workdir -----------------------------------------------------------------------------
-        distributed.check_same_on_all_processes(workdir.identity(config, data))
-        folder = _own(folder, stack)
-
-        def claim() -> None:
-            stack.enter_context(files.lock_folder(folder))
-            workdir.write_or_check_config(folder, config, data, best, force, vocabulary)
-
-        distributed.first("opening the workdir", claim)
-        distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
-        owner = _share(folder)
-        run = workdir.read_identity(folder)
-        checkpoints = Checkpoints(
-            folder / "checkpoints", config.checkpoint, **ranking, identity=run, owner=owner
-        )
-        stack.callback(checkpoints.close)
-        step = max(checkpoints.steps(), default=0)
-        distributed.check_same_on_all_processes({"the newest checkpoint in the workdir": step})
-        early_stopping = EarlyStopping(config, ranking, folder, step)
-        if step >= config.steps or early_stopping.is_over:
+        run = stack.enter_context(open_session(folder, config, vocabulary, data, metric, force))
+        folder, step = run.folder, run.step
+        if step >= config.steps or run.early_stopping.is_over:
             print(shown(f"{folder}: training is complete (step {step:,} of {config.steps:,})"))
-            end = _end(step, 0.0, metric.name, early_stopping, checkpoints, folder)
-            print_json({"split": "end", **end._asdict()})
+            print_json({"split": "end", **describe_end(run, step, 0.0, metric.name)._asdict()})
             return
         distributed.first(
             "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
         )
-        progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
-        if not jax.process_index():
-            progress.keep(folder / workdir.LOG)
-        for line in summary.start_lines(config, mesh, phases, data, shapes.params, folder):
-            progress.say(line)
-        for line in summary.warnings(config, phases, data):
-            progress.say(line)
-        start_time, first_step = time.monotonic(), step
-        interrupted = stack.enter_context(
-            catch_signals(progress) if save_on_signal else contextlib.nullcontext(lambda: False)
+        lines = itertools.chain(
+            summary.start_lines(config, mesh, phases, data, shapes.params, folder),
+            summary.warnings(config, phases, data),
+            [f"resuming at step {step:,} of {config.steps:,}"] if step else [],
         )
-        heartbeat = stack.enter_context(distributed.Heartbeat())
-        stop_flag = distributed.StopFlag(STEPS_AHEAD)
-        log = stack.enter_context(Log(folder, step, config, mesh, progress))
-        log.hyperparameters(metric.name)
-
-        # ---- State -------------------------------------------------------------------------------
-        def programs_of(index: int) -> Programs:
-            if index not in compiled:
-                compiled[index] = _compile(config, phases[index], mesh, shapes, progress)
-            return compiled[index]
-
-        if step:
-            progress.say(f"resuming at step {step:,} of {config.steps:,}")
+        start_time = time.monotonic()
+        monitors = stack.enter_context(
+            open_monitors(run, config, mesh, lines, metric, save_on_signal)
+        )
+        compiled = {} if compiled is None else compiled
+        programs = functools.partial(
+            programs_of_phase, compiled, config, phases, mesh, shapes, monitors.progress
+        )
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             # Compiling the step needs only shapes and takes longer than creating the state.
             index = next(i for i, phase in enumerate(phases) if step < phase.end_step)
-            compiling = pool.submit(programs_of, index)
+            compiling = pool.submit(programs, index)
             if step:
-                state = restore(checkpoints, step, shapes, config.seed)
+                state = restore(run.checkpoints, step, shapes, config.seed)
             else:
                 state = init(place_seed(config.seed, shapes))
                 if start:
-                    state = with_params(state, _start_from(state.params, start, shapes.params))
+                    state = with_params(state, start, shapes.params)
             state = place_teacher(state, phases[0].objective, shapes)
             compiling.result()
-            progress.restart()
-        keep_every_steps = config.checkpoint.keep_every_steps
-        if keep_every_steps and step == 0 and 0 not in checkpoints.steps():
-            checkpoints.save(0, *checkpoint_parts(state), metrics_checksum=log.sync())
-
-        # ---- Loop --------------------------------------------------------------------------------
-        # Dispatched steps, whose statistics have not been read: (steps done, metric sums, stats).
-        running: collections.deque[tuple[int, Any, guard.StepStats]] = collections.deque()
-        for index, phase in enumerate(phases):
-            if step >= phase.end_step or early_stopping.is_over:
-                continue
-            programs = programs_of(index)
-            log.begin(phase, step)
-            batches = phase.batches(
-                step - phase.first_step, phase.end_step - phase.first_step, *process_part
-            )
-            with StepTracer(
-                config,
-                range(step, phase.end_step),
-                folder,
-                programs.step,
-                progress.say,
-                summarize_trace,
-            ) as tracer:
-                tracer.update(step)
-                for batch in tracer.annotate(batches):
-                    state, sums, stats = programs.step(state, shard_batch(batch, mesh))
-                    step += 1
-                    running.append((step, sums, stats))
-                    heartbeat.step = step
-                    progress.advance()
-
-                    is_last = step == config.steps
-                    should_stop = stop_flag(interrupted())
-                    should_evaluate = is_last or due(step, config.evaluate_every_steps)
-                    should_save = (
-                        is_last
-                        or should_stop
-                        or due(step, config.checkpoint.every_steps)
-                        or due(step, keep_every_steps)
-                    )
-                    # Check all dispatched steps before their state is evaluated or saved.
-                    must_finish = (
-                        should_evaluate
-                        or should_save
-                        or step == phase.end_step
-                        or tracer.is_boundary(step)
-                    )
-                    while len(running) > (0 if must_finish else STEPS_AHEAD):
-                        done, sums, stats = running.popleft()
-                        bad_step = guard.read_stats(done, stats)  # waits for the step
-                        if bad_step and bad_step.stops:
-                            # First the checkpoint, whose checksum is of the metrics up to its step.
-                            _save_before(bad_step.step - 1, state, checkpoints, log)
-                            log.bad_step(bad_step)
-                            raise guard.stop_error(config.guard, bad_step)
-                        if bad_step:
-                            log.bad_step(bad_step)
-                        # Within a window, the sums are not those of the step alone.
-                        elif done == first_step + 1 and due(first_step, config.log_every_steps):
-                            log.first(done, sums)
-                        if due(done, config.log_every_steps) or done == config.steps:
-                            log.training(done, sums)
-                    tracer.update(step)
-                    metrics = None
-                    if should_evaluate:
-                        metrics = log.heldout(
-                            step, functools.partial(programs.evaluate, evaluated_params(state))
-                        )
-                        early_stopping.add({"step": step, **metrics})
-                        if sampler:
-                            log.samples(step, sampler(evaluated_params(state)))
-                    if should_save or early_stopping.is_over:
-                        # Metrics must be on disk before the checkpoint that a restart resumes from.
-                        checksum = log.sync()
-                        checkpoints.save(step, *checkpoint_parts(state), metrics or None, checksum)
-                    if should_stop:
-                        checkpoints.wait()
-                        raise Interrupted(_saved(step, config, folder))
-                    if early_stopping.is_over:
-                        progress.say(f"stopping early: {early_stopping.reason}")
-                        break
-
-        seconds = time.monotonic() - start_time
-        end = _end(step, seconds, metric.name, early_stopping, checkpoints, folder)
+            monitors.progress.restart()
+        step = _run_steps(
+            config, phases, mesh, run, monitors, programs, state, sampler, summarize_trace
+        )
+        end = describe_end(run, step, time.monotonic() - start_time, metric.name)
         for line in end.lines():
-            progress.say(line)
+            monitors.progress.say(line)
         print_json({"split": "end", **end._asdict()})
-        if interrupted():  # a signal after the last step must still stop the runs that follow
+        if monitors.is_interrupted():  # after the last step: the runs that follow must stop too
             raise Interrupted(_saved(step, config, folder))
+
+
+def _run_steps(
+    config: TrainConfig,
+    phases: Sequence[Phase],
+    mesh: sharding.Mesh,
+    run: Session,
+    monitors: Monitors,
+    programs_of: Callable[[int], Programs],
+    state: State,
+    sampler: MaskSampler | None,
+    summarize_trace: Summarize | None,
+) -> int:
+    """Run the steps from that of `run` on; log, evaluate and save. Return the number of steps done."""
+    step, (folder, checkpoints, early_stopping, first_step) = run.step, run
+    log, keep_every_steps = monitors.log, config.checkpoint.keep_every_steps
+    if keep_every_steps and step == 0 and 0 not in checkpoints.steps():
+        checkpoints.save(0, *checkpoint_parts(state), metrics_checksum=log.sync())
+    # Dispatched steps, whose statistics have not been read: (steps done, metric sums, stats).
+    running: collections.deque[tuple[int, Any, guard.StepStats]] = collections.deque()
+    for index, phase in enumerate(phases):
+        if step >= phase.end_step or early_stopping.is_over:
+            continue
+        programs = programs_of(index)
+        log.begin(phase, step)
+        batches = phase.batches(
+            step - phase.first_step,
+            phase.end_step - phase.first_step,
+            *sharding.process_row_shard(mesh),
+        )
+        steps, say = range(step, phase.end_step), monitors.progress.say
+        with StepTracer(config, steps, folder, programs.step, say, summarize_trace) as tracer:
+            tracer.update(step)
+            for batch in tracer.annotate(batches):
+                state, sums, stats = programs.step(state, shard_batch(batch, mesh))
+                step += 1
+                running.append((step, sums, stats))
+                monitors.heartbeat.step = step
+                monitors.progress.advance()
+
+                is_last = step == config.steps
+                should_stop = monitors.stop_flag(monitors.is_interrupted())
+                should_evaluate = is_last or due(step, config.evaluate_every_steps)
+                should_save = (
+                    is_last
+                    or should_stop
+                    or due(step, config.checkpoint.every_steps)
+                    or due(step, keep_every_steps)
+                )
+                # Check all dispatched steps before their state is evaluated or saved.
+                must_finish = (
+                    should_evaluate
+                    or should_save
+                    or step == phase.end_step
+                    or tracer.is_boundary(step)
+                )
+                while len(running) > (0 if must_finish else STEPS_AHEAD):
+                    done, sums, stats = running.popleft()
+                    bad_step = guard.read_stats(done, stats)  # waits for the step
+                    if bad_step and bad_step.stops:
+                        # First the checkpoint, whose checksum is of the metrics up to its step.
+                        save_before(bad_step.step - 1, state, checkpoints, log)
+                        log.bad_step(bad_step)
+                        raise guard.stop_error(config.guard, bad_step)
+                    if bad_step:
+                        log.bad_step(bad_step)
+                    # Within a window, the sums are not those of the step alone.
+                    elif done == first_step + 1 and due(first_step, config.log_every_steps):
+                        log.first(done, sums)
+                    if due(done, config.log_every_steps) or done == config.steps:
+                        log.training(done, sums)
+                tracer.update(step)
+                metrics = None
+                if should_evaluate:
+                    metrics = log.heldout(
+                        step, functools.partial(programs.evaluate, evaluated_params(state))
+                    )
+                    early_stopping.add({"step": step, **metrics})
+                    if sampler:
+                        log.samples(step, sampler(evaluated_params(state)))
+                if should_save or early_stopping.is_over:
+                    # Metrics must be on disk before the checkpoint that a restart resumes from.
+                    checksum = log.sync()
+                    checkpoints.save(step, *checkpoint_parts(state), metrics or None, checksum)
+                if should_stop:
+                    checkpoints.wait()
+                    raise Interrupted(_saved(step, config, folder))
+                if early_stopping.is_over:
+                    monitors.progress.say(f"stopping early: {early_stopping.reason}")
+                    break
+    return step
 
 
 @storage.mirrors("folder")
@@ -318,54 +291,6 @@ def finetune(
     return summary
 
 
-def _save_before(step: int, state: State, checkpoints: Checkpoints, log: Log) -> None:
-    """Save the state of a run that was stopped by the step after `step`."""
-    halted = jax.device_put(np.bool_(False), state.recent.halted.sharding)
-    state = state._replace(recent=state.recent._replace(halted=halted))
-    if step and step not in checkpoints.steps():
-        checkpoints.save(step, *checkpoint_parts(state), metrics_checksum=log.sync())
-    checkpoints.wait()
-
-
-def _end(
-    step: int,
-    seconds: float,
-    metric: str,
-    early_stopping: EarlyStopping,
-    checkpoints: Checkpoints,
-    folder: pathlib.Path,
-) -> summary.End:
-    """Describe a finished run."""
-    best_step, best_value = early_stopping.best or (None, None)
-    checkpoints.wait()
-    kept = shown(str(checkpoints.folder_of(checkpoints.best_step())))
-    return summary.End(step, round(seconds, 1), metric, best_step, best_value, kept)
-
-
-def _own(folder: str | pathlib.Path, stack: contextlib.ExitStack) -> pathlib.Path:
-    """Return the local folder of a workdir, which on object storage is owned until `stack` closes."""
-    if not storage.is_remote(folder):
-        return pathlib.Path(folder)
-    mirror, local = storage.mirrored(folder, jax.process_index()), []
-    distributed.first("owning the workdir", lambda: local.append(stack.enter_context(mirror)))
-    return local[0] if local else stack.enter_context(mirror)
-
-
-def _share(folder: pathlib.Path) -> str:
-    """On object storage, give all processes the files of the workdir that process 0 has written.
-
-    Returns:
-        The token of the lease; "" for a local workdir.
-    """
-    if not storage.remote(folder):
-        return ""
-    token = [""]
-    distributed.first("sharing the workdir", lambda: token.append(storage.push(folder)))
-    if jax.process_index():
-        storage.pull(folder)
-    return distributed.gather("sharing the lease", token[-1])[0]
-
-
 def due(step: int, every: int) -> bool:
     """Whether something that happens every `every` steps (0: never) happens at this one."""
     return bool(every) and step % every == 0
@@ -373,28 +298,3 @@ def due(step: int, every: int) -> bool:
 
 def _saved(step: int, config: TrainConfig, folder: pathlib.Path) -> str:
     return shown(f"saved step {step:,} of {config.steps:,} in {folder}")
-
-
-def _compile(
-    config: TrainConfig, phase: Phase, mesh: sharding.Mesh, shapes: State, progress: Progress
-) -> Programs:
-    """Compile a phase and report how long it took."""
-    program = repr((config.model, config.optim, phase.batch_shape, mesh.shape, mesh.devices.flat[0].device_kind))  # fmt: skip
-    progress.status(f"compiling (about {device.compile_seconds(program):.0f} s) …")
-    start_time = time.monotonic()
-    compiled = compile_phase(config, phase, mesh, shapes)
-    device.record_compile_seconds(program, time.monotonic() - start_time)
-    row_counts = " and ".join(map(str, phase.smaller_batch_sizes))
-    progress.say(
-        f"compiled the step for {phase.batch_size} rows of T={phase.tokens} "
-        f"in {time.monotonic() - start_time:.1f} s"
-        + (f"; compiling it for {row_counts} rows in the background" if row_counts else "")
-    )
-    return compiled
-
-
-def _start_from(params: Params, start: Params, shapes: Params) -> Params:
-    """Return `params` with the values of `start` in place of the random ones."""
-    start, shapes, params = flatten(start), flatten(shapes), flatten(params)
-    placed = {k: jax.device_put(v, shapes[k].sharding) for k, v in start.items()}
-    return unflatten({**params, **placed})

@@ -21,6 +21,7 @@ from bert_jax.model.attention import KERNELS, attention, check, choose, describe
 from bert_jax.objectives import pretraining
 from bert_jax.runs.checkpoint import abstract
 from bert_jax.runtime import sharding
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 
 PALLAS = ("pallas", "splash")
@@ -141,7 +142,7 @@ def test_step_with_splash_on_a_mesh_matches_xla(rows, monkeypatch):
     for name, sizes in (("xla", (1, 1, 1)), ("splash", (1, 2, 2))):
         config, phase = small_run(rows, attention=name)
         mesh = sharding.make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
-        init, shapes = step_lib.initial_state(config, phase, mesh)
+        init, shapes = state_lib.initial_state(config, phase, mesh)
         state = init(jnp.uint32(0))
         traced.clear()
         programs = step_lib.compile_phase(config, phase, mesh, shapes)
@@ -190,7 +191,7 @@ def test_sharded_step_compiles_for_tpu(rows):
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), devices)
     config, phase = small_run(rows, attention="splash", dtype="bfloat16")
     check(config, devices[0].platform, mesh.shape["tensor"])
-    _, shapes = step_lib.initial_state(config, phase, mesh)
+    _, shapes = state_lib.initial_state(config, phase, mesh)
     text = step_lib.compile_step(config, phase, mesh, shapes).as_text()
     for kernel in ("fwd", "dq", "dkv"):
         assert f"splash_mha_{kernel}" in text

@@ -26,6 +26,7 @@ from bert_jax.objectives.distillation import Distilled, Teacher
 from bert_jax.objectives.finetuning import make_objective
 from bert_jax.runtime import sharding
 from bert_jax.training import optim
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 from tests.helpers.checkpoints import error_of, random_params, write_run
 from tests.helpers.examples import RandomExamples, model_config, plans
@@ -194,16 +195,16 @@ def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
     config, _, data, (phase,) = pretraining.make_phases(config)
     assert config.model.teacher_hidden == 24
     assert len(data[0]["teacher"]) == 64
-    _, shapes = step_lib.initial_state(config, phase, sharding.make_mesh(MeshConfig(fsdp=2)))
+    _, shapes = state_lib.initial_state(config, phase, sharding.make_mesh(MeshConfig(fsdp=2)))
     for name in ("encoder/layer_0/feed_forward/output/kernel", "embeddings/word/embedding"):
         own, theirs = (flatten(p)[name] for p in (shapes.params, shapes.teacher))
         assert own.sharding.spec == theirs.sharding.spec
         assert "fsdp" in theirs.sharding.spec
 
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    init, shapes = step_lib.initial_state(config, phase, mesh)
-    state = step_lib.place_teacher(init(jnp.uint32(0)), phase.objective, shapes)
-    params, rest = step_lib.checkpoint_parts(state)
+    init, shapes = state_lib.initial_state(config, phase, mesh)
+    state = state_lib.place_teacher(init(jnp.uint32(0)), phase.objective, shapes)
+    params, rest = state_lib.checkpoint_parts(state)
     assert "teacher" not in {*params, *rest}
     assert jax.tree.structure(state.optimizer) == jax.tree.structure(
         optim.make_optimizer(config).init(state.params)

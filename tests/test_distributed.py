@@ -22,7 +22,7 @@ from bert_jax.errors import Unavailable, UserError
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.runtime import distributed, sharding
-from bert_jax.training.step import initial_state
+from bert_jax.training.state import initial_state
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,

@@ -35,6 +35,7 @@ from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.train import finetune
 from bert_jax.training import optim
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 from bert_jax.training.log import EarlyStopping
 from tests.helpers.examples import (
@@ -141,7 +142,7 @@ def test_accumulated_step_does_not_depend_on_row_count():
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
     config, _, plan, phase = finetuning.make_phase(config, dataset, [0], 2)
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    init, shapes = state_lib.initial_state(config, phase, mesh)
     batch, results = plan.batch(0, 0), []
     for rows_ in (phase.batch_size, phase.batch_size + 4):
         padding = plan.empty(plan.shape._replace(rows=rows_ - phase.batch_size))
@@ -247,7 +248,7 @@ def test_training_run_matches_pytorch():
     )
     config, _, _, phase = finetuning.make_phase(config, dataset, [config.seed], 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    init, shapes = state_lib.initial_state(config, phase, mesh)
     step = step_lib.compile_step(config, phase, mesh, shapes)
     state = init(jnp.uint32(config.seed))
 

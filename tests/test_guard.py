@@ -16,6 +16,7 @@ from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.training import guard, optim
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 from bert_jax.training.log import Log
 from tests.helpers.runs import assert_same_run, final_arrays, small_phase, train_here
@@ -118,7 +119,7 @@ def test_skip_equals_training_without_the_bad_batch(skipping, rows):
     assert steps(skipping, "train") == [5, 10, 15, 20, 25, 30]
     config, phase = small_phase(rows, *SHORT)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    init, shapes = state_lib.initial_state(config, phase, mesh)
     compiled = step_lib.compile_phase(config, phase, mesh, shapes)
     state = init(jnp.uint32(config.seed))
     for step, batch in enumerate(phase.batches(0, 30, 0, 1)):
@@ -130,7 +131,7 @@ def test_skip_equals_training_without_the_bad_batch(skipping, rows):
     expected = state._replace(recent=state.recent._replace(skipped=1), seed=None)
     _, params, rest = final_arrays(skipping)
     for a, b in zip(
-        params + rest, jax.tree.leaves(step_lib.checkpoint_parts(expected)), strict=True
+        params + rest, jax.tree.leaves(state_lib.checkpoint_parts(expected)), strict=True
     ):
         np.testing.assert_array_equal(a, jax.device_get(b))
 
@@ -145,7 +146,7 @@ def test_resuming_around_a_skipped_step_is_bitwise_identical(skipping, tmp_path,
 def test_steps_after_a_stop_leave_the_state_unchanged(rows):
     """Steps are dispatched ahead of the one whose result the loop has read."""
     config, phase = small_phase(rows, *SHORT, "guard.nonfinite=skip")
-    init, _ = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
+    init, _ = state_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
     state = init(jnp.uint32(0))
     state = state._replace(recent=state.recent._replace(halted=jnp.array(True)))
     step, batch = jax.jit(step_lib.make_step(config, phase)), next(phase.batches(0, 1, 0, 1))

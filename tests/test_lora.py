@@ -30,6 +30,7 @@ from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.training import optim
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 from tests.helpers import tasks
 from tests.helpers.checkpoints import error_of, random_params
@@ -158,7 +159,7 @@ def test_sharded_steps_match_single_device():
         config = config_of(model=model, batch_size=8, mesh=MeshConfig(*sizes))
         mesh = sharding.make_mesh(config.mesh, jax.devices()[: np.prod(sizes)])
         config, _, plan, phase = finetuning.make_phase(config, dataset, [0], 4)
-        init, abstract = step_lib.initial_state(config, phase, mesh)
+        init, abstract = state_lib.initial_state(config, phase, mesh)
         step = step_lib.compile_step(config, phase, mesh, abstract)
         state = init(jnp.uint32(0))
         for i in range(2):  # the learning rate is 0 in the first step

@@ -13,7 +13,7 @@ from bert_jax.runs import checkpoint
 from bert_jax.runtime import chips, sharding
 from bert_jax.tools import hlo, preflight
 from bert_jax.tools.hlo import Collective
-from bert_jax.training import step as step_lib
+from bert_jax.training import state as state_lib
 
 # A loop of 3 iterations with nested fusions, an asynchronous all-gather that appears twice, a
 # reduce-scatter as TPUs write it, a product as a convolution, arrays in VMEM (`S(1)`), a Pallas kernel.
@@ -401,7 +401,7 @@ def test_compiled_argument_memory_matches_sharding(compiled):
     config, result = compiled
     _, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
-    _, state = step_lib.initial_state(config, phase, mesh)
+    _, state = state_lib.initial_state(config, phase, mesh)
     batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
     memory = result["memory"]
     expected = sharding.bytes_per_device((state, batch))

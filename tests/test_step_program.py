@@ -26,6 +26,7 @@ from bert_jax.model.layers import ACTIVATIONS, gather_rows, one_hot_gather
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
 from bert_jax.tools import preflight
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 
 VOCAB = 640
@@ -44,7 +45,7 @@ def small_phase(size="L2-H32-A2", accumulation=0, log_every_steps=100, **changes
 
 def initial_state(config, phase):
     """Return a function from seeds to states on one device, and their shapes."""
-    return step_lib.initial_state(config, phase, sharding.make_mesh(MeshConfig()))
+    return state_lib.initial_state(config, phase, sharding.make_mesh(MeshConfig()))
 
 
 def pretraining_step(dtype="float32", **changes):
@@ -171,7 +172,7 @@ def test_gradients_are_added_in_float32_by_the_program_for_tpus():
     devices = preflight.tpu_devices(preflight.parse_topology("v5e:2x2"))
     mesh = sharding.make_mesh(MeshConfig(), list(devices))
     config, phase = small_phase(dtype="bfloat16")
-    _, state = step_lib.initial_state(config, phase, mesh)
+    _, state = state_lib.initial_state(config, phase, mesh)
     text = step_lib.compile_step(config, phase, mesh, state).as_text()
     results = re.findall(r"= (\(?\w+)\[.* (reduce|all-reduce|reduce-scatter)\(", text)
     assert {kind for _, kind in results} >= {"reduce", "all-reduce"}
@@ -230,7 +231,7 @@ def test_every_dropout_uses_a_different_key(monkeypatch, layer_loop):
         monkeypatch.setattr(module, "dropout", recorded)
     step = jax.jit(step_lib.make_step(config, phase))
     for seed in (0, 1):
-        state = init(step_lib.place_seed(seed, shapes))
+        state = init(state_lib.place_seed(seed, shapes))
         for _ in range(2):
             state, _, _ = step(state, batch)
     jax.effects_barrier()

@@ -27,6 +27,7 @@ from bert_jax.runtime import sharding
 from bert_jax.runtime.signals import Interrupted
 from bert_jax.tools.report import levels
 from bert_jax.training import evaluate, optim
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 from tests.helpers import processes
 from tests.helpers.runs import (
@@ -158,7 +159,7 @@ def test_second_signal_exits_at_once_and_keeps_checkpoints(tmp_path, rows):
 
 def run_steps(config, phase, devices, steps):
     mesh = sharding.make_mesh(config.mesh, devices)
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    init, shapes = state_lib.initial_state(config, phase, mesh)
     step = step_lib.compile_step(config, phase, mesh, shapes)
     state, seen = init(jax.numpy.uint32(config.seed)), []
     for batch in phase.batches(0, steps, 0, 1):
@@ -209,14 +210,14 @@ def test_other_optimizers_match_on_a_mesh_and_restore(prepared, tmp_path, optimi
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), *(r[0] for r in results)
     )
-    init, shapes = step_lib.initial_state(many, phase, sharding.make_mesh(many.mesh))
+    init, shapes = state_lib.initial_state(many, phase, sharding.make_mesh(many.mesh))
     state = init(jax.numpy.uint32(0))
     state = state._replace(params=jax.tree.map(lambda x: x + 1, state.params))
     checkpoints = checkpoint.Checkpoints(tmp_path / "checkpoints", config.checkpoint)
-    checkpoints.save(1, *step_lib.checkpoint_parts(state))
-    restored = step_lib.restore(checkpoints, 1, shapes, 0)
+    checkpoints.save(1, *state_lib.checkpoint_parts(state))
+    restored = state_lib.restore(checkpoints, 1, shapes, 0)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    loaded = checkpoints.restore(1, *step_lib.checkpoint_parts(shapes))[0]
+    loaded = checkpoints.restore(1, *state_lib.checkpoint_parts(shapes))[0]
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a + 1, b), loaded, state.params)
     checkpoints.close()
 
@@ -226,7 +227,7 @@ def test_checkpoint_restores_across_device_layouts(prepared, tmp_path):
     config, phase = prepared
     meshes = [sharding.make_mesh(mesh, jax.devices()) for mesh in LAYOUTS]
     meshes.append(sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
-    states = [step_lib.initial_state(config, phase, mesh) for mesh in meshes]
+    states = [state_lib.initial_state(config, phase, mesh) for mesh in meshes]
     for i, (init, _) in enumerate(states):
         state = init(jax.numpy.uint32(i))
         folder = checkpoint.Checkpoints(tmp_path / str(i), config.checkpoint)

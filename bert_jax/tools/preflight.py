@@ -37,7 +37,8 @@ from bert_jax.runtime import sharding
 from bert_jax.runtime.chips import CHIPS, Chip, find
 from bert_jax.tools import hlo
 from bert_jax.tools.hlo import Collective
-from bert_jax.training.step import State, compile_step, initial_state
+from bert_jax.training.state import State, initial_state
+from bert_jax.training.step import compile_step
 
 GPUS_A_NODE = 8
 # Maximum length of an axis of a TPU slice with two axes.

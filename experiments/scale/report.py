@@ -12,7 +12,7 @@ from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
 from bert_jax.tools import preflight
-from bert_jax.training import step as step_lib
+from bert_jax.training import state as state_lib
 
 GIB, MIB = 2**30, 2**20
 
@@ -35,7 +35,7 @@ def state_shapes(size, optimizer):
     config.optim.optimizer = optimizer
     config, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
-    return step_lib.initial_state(config, phase, mesh)[1]
+    return state_lib.initial_state(config, phase, mesh)[1]
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from bert_jax.objectives import pretraining
 from bert_jax.runs import workdir
 from bert_jax.runtime import device, sharding
 from bert_jax.tools import preflight
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 
 HERE = pathlib.Path(__file__).parent
@@ -178,7 +179,7 @@ def memory_of(name: str, changes: str) -> dict:
     validate(config)
     config, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices("cpu")[:1])
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    init, shapes = state_lib.initial_state(config, phase, mesh)
     step = step_lib.compile_step(config, phase, mesh, shapes)
     init = init.lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
     analysis = step.memory_analysis()
@@ -274,7 +275,7 @@ def step() -> None:
     config, (phase,) = pretraining.abstract_phases(config, STEP["sequences"])
     devices = preflight.tpu_devices(preflight.parse_topology(STEP["target"]))
     mesh = sharding.make_mesh(config.mesh, list(devices))
-    _, shapes = step_lib.initial_state(config, phase, mesh)
+    _, shapes = state_lib.initial_state(config, phase, mesh)
     begun = time.monotonic()
     program = step_lib.compile_step(config, phase, mesh, shapes)
     seconds = time.monotonic() - begun

@@ -1,0 +1,217 @@
+"""What a run has open while it trains: its workdir and checkpoints, its log, signal handlers."""
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bert_jax import storage
+from bert_jax.config.schema import TrainConfig, batch_size_key
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import shown
+from bert_jax.model import attention
+from bert_jax.objectives.base import Metric, Phase
+from bert_jax.runs import checkpoint, workdir
+from bert_jax.runs.checkpoint import Checkpoints
+from bert_jax.runtime import device, distributed, sharding
+from bert_jax.runtime.progress import Progress
+from bert_jax.runtime.signals import catch_signals
+from bert_jax.storage import files
+from bert_jax.training import summary
+from bert_jax.training.log import EarlyStopping, Log
+from bert_jax.training.state import State, checkpoint_parts
+from bert_jax.training.step import Programs, compile_phase
+
+# Steps dispatched before the loop waits: enough to keep a device busy, few enough to stop soon.
+STEPS_AHEAD = 2
+
+
+def check_devices(config: TrainConfig, phases: Sequence[Phase], mesh: sharding.Mesh) -> None:
+    """Refuse a config that the devices cannot run."""
+    for i, phase in enumerate(phases):
+        key = batch_size_key(config, i)
+        sharding.check_batch(mesh, phase.batch_size, phase.accumulation, key)
+    hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
+    attention.check(config, *hardware)
+    device.check(config, hardware[0])
+
+
+class Session(NamedTuple):
+    """An open workdir.
+
+    Attributes:
+        folder: the local folder.
+        checkpoints: its checkpoints.
+        early_stopping: with the metrics so far.
+        step: step of the newest checkpoint; 0 if there is none.
+    """
+
+    folder: pathlib.Path
+    checkpoints: Checkpoints
+    early_stopping: EarlyStopping
+    step: int
+
+
+@contextlib.contextmanager
+def open_session(
+    folder: str | pathlib.Path,
+    config: TrainConfig,
+    vocabulary: Vocabulary,
+    data: list[dict[str, Any]],
+    metric: Metric,
+    force: bool,
+) -> Iterator[Session]:
+    """Open a workdir, or create it, on all processes of a run.
+
+    Args:
+        folder: the workdir, which may be on object storage.
+        config, vocabulary, data, force: as in `workdir.write_or_check_config`.
+        metric: ranks the checkpoints.
+    """
+    best = {"best_by": metric.name, "highest": metric.higher_is_better}
+    ranking: dict[str, Any] = best | {"since": workdir.comparable_since(config, data)}
+    distributed.check_same_on_all_processes(workdir.identity(config, data))
+    with contextlib.ExitStack() as stack:
+        folder = _own(folder, stack)
+
+        def claim() -> None:
+            stack.enter_context(files.lock_folder(folder))
+            workdir.write_or_check_config(folder, config, data, best, force, vocabulary)
+
+        distributed.first("opening the workdir", claim)
+        distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
+        checkpoints = Checkpoints(
+            folder / "checkpoints",
+            config.checkpoint,
+            **ranking,
+            owner=_share(folder),
+            identity=workdir.read_identity(folder),
+        )
+        stack.callback(checkpoints.close)
+        step = max(checkpoints.steps(), default=0)
+        distributed.check_same_on_all_processes({"the newest checkpoint in the workdir": step})
+        yield Session(folder, checkpoints, EarlyStopping(config, ranking, folder, step), step)
+
+
+def _own(folder: str | pathlib.Path, stack: contextlib.ExitStack) -> pathlib.Path:
+    """Return the local folder of a workdir, which on object storage is owned until `stack` closes."""
+    if not storage.is_remote(folder):
+        return pathlib.Path(folder)
+    mirror, local = storage.mirrored(folder, jax.process_index()), []
+    distributed.first("owning the workdir", lambda: local.append(stack.enter_context(mirror)))
+    return local[0] if local else stack.enter_context(mirror)
+
+
+def _share(folder: pathlib.Path) -> str:
+    """On object storage, give all processes the files of the workdir that process 0 has written.
+
+    Returns:
+        The token of the lease; "" for a local workdir.
+    """
+    if not storage.remote(folder):
+        return ""
+    token = [""]
+    distributed.first("sharing the workdir", lambda: token.append(storage.push(folder)))
+    if jax.process_index():
+        storage.pull(folder)
+    return distributed.gather("sharing the lease", token[-1])[0]
+
+
+class Monitors(NamedTuple):
+    """What shows, records and watches the steps of a run.
+
+    Attributes:
+        progress: progress bar, and lines that are kept in the workdir's log.txt.
+        log: metrics.
+        heartbeat: watches the other processes.
+        is_interrupted: whether this process has received a signal.
+        stop_flag: whether any process has.
+    """
+
+    progress: Progress
+    log: Log
+    heartbeat: distributed.Heartbeat
+    is_interrupted: Callable[[], bool]
+    stop_flag: distributed.StopFlag
+
+
+@contextlib.contextmanager
+def open_monitors(
+    session: Session,
+    config: TrainConfig,
+    mesh: sharding.Mesh,
+    lines: Iterable[str],
+    metric: Metric,
+    save_on_signal: bool,
+) -> Iterator[Monitors]:
+    """Open the log of a run and watch its signals and processes.
+
+    Args:
+        session: the open workdir.
+        config, mesh, metric: of the run.
+        lines: printed first.
+        save_on_signal: whether to handle SIGTERM and SIGINT.
+    """
+    folder, step = session.folder, session.step
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
+        if not jax.process_index():
+            progress.keep(folder / workdir.LOG)
+        for line in lines:
+            progress.say(line)
+        is_interrupted = stack.enter_context(
+            catch_signals(progress) if save_on_signal else contextlib.nullcontext(lambda: False)
+        )
+        heartbeat = stack.enter_context(distributed.Heartbeat())
+        stop_flag = distributed.StopFlag(STEPS_AHEAD)
+        log = stack.enter_context(Log(folder, step, config, mesh, progress))
+        log.hyperparameters(metric.name)
+        yield Monitors(progress, log, heartbeat, is_interrupted, stop_flag)
+
+
+def save_before(step: int, state: State, checkpoints: Checkpoints, log: Log) -> None:
+    """Save the state of a run that was stopped by the step after `step`."""
+    halted = jax.device_put(np.bool_(False), state.recent.halted.sharding)
+    state = state._replace(recent=state.recent._replace(halted=halted))
+    if step and step not in checkpoints.steps():
+        checkpoints.save(step, *checkpoint_parts(state), metrics_checksum=log.sync())
+    checkpoints.wait()
+
+
+def describe_end(run: Session, step: int, seconds: float, metric: str) -> summary.End:
+    """Describe a finished run."""
+    best_step, best_value = run.early_stopping.best or (None, None)
+    run.checkpoints.wait()
+    kept = shown(str(run.checkpoints.folder_of(run.checkpoints.best_step())))
+    return summary.End(step, round(seconds, 1), metric, best_step, best_value, kept)
+
+
+def programs_of_phase(
+    compiled: dict[int, Programs],
+    config: TrainConfig,
+    phases: Sequence[Phase],
+    mesh: sharding.Mesh,
+    shapes: State,
+    progress: Progress,
+    index: int,
+) -> Programs:
+    """Return the programs of a phase; compile them, and report how long it took, if they are new."""
+    if index in compiled:
+        return compiled[index]
+    phase = phases[index]
+    program = repr((config.model, config.optim, phase.batch_shape, mesh.shape, mesh.devices.flat[0].device_kind))  # fmt: skip
+    progress.status(f"compiling (about {device.compile_seconds(program):.0f} s) …")
+    start_time = time.monotonic()
+    compiled[index] = compile_phase(config, phase, mesh, shapes)
+    device.record_compile_seconds(program, time.monotonic() - start_time)
+    row_counts = " and ".join(map(str, phase.smaller_batch_sizes))
+    progress.say(
+        f"compiled the step for {phase.batch_size} rows of T={phase.tokens} "
+        f"in {time.monotonic() - start_time:.1f} s"
+        + (f"; compiling it for {row_counts} rows in the background" if row_counts else "")
+    )
+    return compiled[index]
