@@ -13,7 +13,7 @@ Devlin et al. 2018, section A.2: 1,000,000 steps of 256 sequences, learning rate
 of warm-up, linear decay. This is the recipe of base, large and sizes given by their shape.
 
 The named small sizes have a recipe that leaves the unigram loss within thousands of steps
- (experiments/plateau). It differs from the paper:
+ (experiments/pretraining/plateau). It differs from the paper:
 - short rows first, because attention to neighboring tokens forms there;
 - small batches, with which more steps fit a budget;
 - 40% masking, for more targets per step (Wettig et al., arXiv 2202.08005);

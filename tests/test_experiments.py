@@ -14,8 +14,8 @@ from bert_jax.tools import sweep
 from bert_jax.tools.sweep import SCALES, SweepArgs, experiment
 
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
-NAMES = sorted(path.parent.name for path in ROOT.glob("*/sweep.py"))
-AT_SCALES = sorted({*itertools.product(NAMES, SCALES)} - {("packing", "paper")})
+NAMES = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.rglob("sweep.py"))
+AT_SCALES = sorted({*itertools.product(NAMES, SCALES)} - {("speed/packing", "paper")})
 DATA = pathlib.Path("/nowhere/data")
 
 
@@ -81,19 +81,20 @@ def module(path: str):
 def test_recorded_page_of_a_sweep_regenerates_from_its_results(name, tmp_path):
     folder = tmp_path / name  # pictures are written to it
     shutil.copytree(ROOT / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "recipes.py", tmp_path)
+    (tmp_path / "paper").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "paper" / "recipes.py", tmp_path / "paper")
     assert (ROOT / name / "README.md").read_text() == experiment.readme(folder)
 
 
 def test_other_recorded_pages_regenerate_from_their_results():
-    record, run = module("mini/record.py"), module("finetuning/run.py")
+    record, run = module("pretraining/mini/record.py"), module("paper/more/run.py")
     results, trainer = (
         run.read_lines(run.HERE / f"{name}.jsonl") for name in ("results", "trainer")
     )
     make, report = module("results/make.py"), module("reliability/report.py")
     for name, text in {
-        **{name: record.page(ROOT / name) for name in ("mini", "base")},
-        "finetuning": run.readme(results, trainer),
+        **{name: record.page(ROOT / name) for name in ("pretraining/mini", "pretraining/base")},
+        "paper/more": run.readme(results, trainer),
         "results": make.page(),
     }.items():
         assert (ROOT / name / "README.md").read_text() == text, name

@@ -545,7 +545,7 @@ SHORT = {
     "finetune": shlex.join(FINETUNE),
     "table": "finetune --config configs/table.py --init gs://b/base --workdir gs://b/run"
     " --config.task.train=gs://b/train.csv --config.task.dev=gs://b/dev.csv",
-    "sweep": "sweep experiments/table8_masking",
+    "sweep": "sweep experiments/paper/table8",
     "gke": "--on gke --image=i",
     "sky": "--on sky " + shlex.join(flags("sky")),
     "tpu-vm": "--on tpu-vm --zone=z",

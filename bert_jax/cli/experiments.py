@@ -18,11 +18,11 @@ def add_sweep(verbs: Verbs) -> None:
         "sweep",
         _sweep,
         "run the points of an experiment, locally or on a cluster",
-        "  bert-jax sweep experiments/table6_model_size --dry-run\n"
-        "  bert-jax sweep experiments/table6_model_size --data ../data --jobs 2\n"
+        "  bert-jax sweep experiments/paper/table6 --dry-run\n"
+        "  bert-jax sweep experiments/paper/table6 --data ../data --jobs 2\n"
         "  bert-jax sweep --grid optim.learning_rate=5e-4,1e-3 --grid model=tiny,mini \\\n"
         "    -- pretrain --config mini,128 --rows rows128 --config.steps=2000\n"
-        "  bert-jax sweep experiments/table1_glue --init google-bert/bert-base-uncased \\\n"
+        "  bert-jax sweep experiments/paper/table1 --init google-bert/bert-base-uncased \\\n"
         "    --on slurm --launch=--gpus=1 --jobs 20 --runs /shared/runs\n\n"
         "Finished points are skipped, interrupted points resumed. Each point appends a line to the\n"
         "experiment's results.jsonl. exit status: 0 all done, 1 a point failed, 75 interrupted",
@@ -150,7 +150,7 @@ def add_report(verbs: Verbs) -> None:
         "write a page that compares runs, or an experiment's tables",
         "  bert-jax report runs/mini runs/small --out report.html\n"
         "  bert-jax report runs/mini runs/small --out curves.png\n"
-        "  bert-jax report experiments/table6_model_size",
+        "  bert-jax report experiments/paper/table6",
     )
     sub.add_argument(
         "folders", nargs="+", metavar="DIR", help="runs, or experiments with a sweep.py"

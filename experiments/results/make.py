@@ -21,7 +21,7 @@ ROOT = EXPERIMENTS.parent
 sys.path[:0] = [str(EXPERIMENTS / "speed"), str(EXPERIMENTS)]
 
 import report as speed  # noqa: E402
-from finetuning import run as finetuning  # noqa: E402
+from paper.more import run as finetuning  # noqa: E402
 
 from bert_jax.storage import files  # noqa: E402
 from bert_jax.tools import sweep  # noqa: E402
@@ -31,10 +31,10 @@ from bert_jax.tools.sweep.results import Results, current  # noqa: E402
 FRONT = 10
 # What measures the numbers of a page, where it is no sweep.
 COMMANDS = {
-    "mini": "experiments/mini/run.sh",
-    "base": "experiments/base/run.sh",
+    "pretraining/mini": "experiments/pretraining/mini/run.sh",
+    "pretraining/base": "experiments/pretraining/base/run.sh",
     "speed": "make bench",
-    "prepare": "python experiments/prepare/benchmark.py --text FILE --vocab DIR --fill",
+    "speed/prepare": "python experiments/speed/prepare/benchmark.py --text FILE --vocab DIR --fill",
     "reliability": "make soak",
 }
 GPU = "python experiments/speed/gpu.py --out DIR"
@@ -118,8 +118,8 @@ def sweep_command(name: str, scale: str) -> str:
 
 def learning() -> Iterator[Row]:
     """What models learn from scratch, compared with unigram models."""
-    levels = json.loads((EXPERIMENTS / "plateau" / "levels.json").read_text())
-    lines = read("plateau/results.jsonl")
+    levels = json.loads((EXPERIMENTS / "pretraining" / "plateau" / "levels.json").read_text())
+    lines = read("pretraining/plateau/results.jsonl")
     for model in ("T=128", "8, 16, 32, 64, 128"):
         runs = [line for line in lines if line["facts"].get("model") == model]
         losses = [line["metrics"]["masked_lm_loss"] for line in runs]
@@ -131,25 +131,25 @@ def learning() -> Iterator[Row]:
             _unigram(levels["plateau"]),
             cores(runs[0]),
             commits(runs),
-            "plateau",
+            "pretraining/plateau",
         )
-    mini = json.loads((EXPERIMENTS / "mini" / "results.json").read_text())
+    mini = json.loads((EXPERIMENTS / "pretraining" / "mini" / "results.json").read_text())
     yield Row(
         f"masked-LM loss of L4-H256 (`mini`) after {mini['real_tokens'] / 1e6:.1f} million tokens, 15% masked (nats)",
         f"{mini['losses']['per_piece']:.2f} (1 seed)",
         _unigram(levels["single"]),
         cores(mini),
         commits(mini["starts"]),
-        "mini",
+        "pretraining/mini",
     )
-    base = json.loads((EXPERIMENTS / "base" / "results.json").read_text())
+    base = json.loads((EXPERIMENTS / "pretraining" / "base" / "results.json").read_text())
     yield Row(
         f"masked-LM loss of base after {base['real_tokens'] / 1e6:.0f} million tokens, 15% masked (nats)",
         f"{base['losses']['per_piece']:.2f} (1 seed)",
         f"L4-H256 (`mini`): {mini['losses']['per_piece']:.2f}",
         base["starts"][-1]["devices"],
         commits(base["starts"]),
-        "base",
+        "pretraining/base",
     )
     yield Row(
         "BLiMP of the same model, 200 pairs a paradigm, accuracy in %",
@@ -157,7 +157,7 @@ def learning() -> Iterator[Row]:
         "DistilBERT (cased) 78.3, RoBERTa-large 86.5 (Salazar et al. 2020)",
         base["starts"][-1]["devices"],
         commits(base["starts"]),
-        "base",
+        "pretraining/base",
         "bert-jax blimp --init runs/base --data $BERT_JAX_DATA/blimp $BERT_JAX_DATA/zorro --pairs 200 --json",
     )
     lines = read("speed/quickstart.jsonl")
@@ -181,8 +181,10 @@ def _unigram(levels: Line) -> str:
 
 def miniberta() -> Iterator[Row]:
     """Masked LM on ten million words."""
-    results = current(Results(EXPERIMENTS / "miniberta").read())
-    for scale, sizes in sweep.module_of(EXPERIMENTS / "miniberta" / "sweep.py").SIZES.items():
+    results = current(Results(EXPERIMENTS / "pretraining" / "miniberta").read())
+    for scale, sizes in sweep.module_of(
+        EXPERIMENTS / "pretraining" / "miniberta" / "sweep.py"
+    ).SIZES.items():
         for size in sizes:
             runs = [r for r in results if r["scale"] == scale and r["facts"].get("of") == size]
             losses = runs[-1]["metrics"] if runs else None
@@ -194,14 +196,14 @@ def miniberta() -> Iterator[Row]:
                 "roberta-base-10M: 2.38 nats per BPE token (Zhang et al. 2020)",
                 cores(runs[-1]) if runs else "",
                 commits(runs),
-                "miniberta",
-                sweep_command("miniberta", scale),
+                "pretraining/miniberta",
+                sweep_command("pretraining/miniberta", scale),
             )
 
 
 def fine_tuning() -> Iterator[Row]:
     """Fine-tuning compared with transformers' Trainer, from the same weights, and with random parameters."""
-    trainer, lines = read("finetuning/trainer.jsonl"), read("finetuning/results.jsonl")
+    trainer, lines = read("paper/more/trainer.jsonl"), read("paper/more/results.jsonl")
     pairs = [
         (line, next((other for other in trainer if finetuning.same_schedule(line, other)), None))
         for line in lines
@@ -214,18 +216,18 @@ def fine_tuning() -> Iterator[Row]:
             f"transformers' Trainer: {finetuning.spread(other) if other else f'{NOT_RUN} with this schedule'}",
             finetuning.hardware(line),
             line.get("commit", ""),
-            "finetuning",
-            f"python experiments/finetuning/run.py {line['set']} --starts minilm --seeds {len(line['values'])}",
+            "paper/more",
+            f"python experiments/paper/more/run.py {line['set']} --starts minilm --seeds {len(line['values'])}",
         )
-    for scores in read("finetuning/transformers.jsonl"):
+    for scores in read("paper/more/transformers.jsonl"):
         yield Row(
             f"{finetuning.SETS[scores['set']].title}, answers from the same fine-tuned weights",
             f"{scores['bert_jax']['f1']:.1f}",
             f"transformers: {scores['transformers']['f1']:.1f}, {scores['same_answers']:.1%} the same",
             finetuning.hardware(scores),
             "",
-            "finetuning",
-            f"python experiments/finetuning/in_transformers.py {scores['set']}",
+            "paper/more",
+            f"python experiments/paper/more/in_transformers.py {scores['set']}",
         )
     random = {line["set"]: line for line in lines if line["start"] == "none"}
     for line in lines:
@@ -236,8 +238,8 @@ def fine_tuning() -> Iterator[Row]:
                 f"random parameters, L4-H256: {finetuning.spread(random[line['set']])}",
                 finetuning.hardware(line),
                 line["commit"],
-                "finetuning",
-                f"python experiments/finetuning/run.py {line['set']} --starts runs/base --seeds "
+                "paper/more",
+                f"python experiments/paper/more/run.py {line['set']} --starts runs/base --seeds "
                 f"{len(line['values'])} --change model.dtype=bfloat16",
             )
 
@@ -277,8 +279,8 @@ def gpu() -> Iterator[Row]:
 
 def paper() -> Iterator[Row]:
     """Comparisons between models, by experiment and scale."""
-    for path in sorted(EXPERIMENTS.glob("*/sweep.py")):
-        name, module = path.parent.name, sweep.module_of(path)
+    for path in sorted(EXPERIMENTS.glob("*/*/sweep.py")):
+        name, module = path.parent.relative_to(EXPERIMENTS).as_posix(), sweep.module_of(path)
         results = current(Results(path.parent).read())
         title = (path.parent / "README.md").read_text().partition("\n")[0].removeprefix("# ")
         outcomes: dict[str, collections.Counter[str]] = {}
@@ -296,7 +298,7 @@ def paper() -> Iterator[Row]:
             yield Row(
                 f"{title}: {count(numbers.total(), 'comparison')}, {scale} scale",
                 ours if is_run else NOT_RUN,
-                "Devlin et al. 2018" if re.match("table|figure", name) else "",
+                "Devlin et al. 2018" if name.startswith("paper/") else "",
                 cores(runs[0]) if is_run and "cores" in runs[0] else "",
                 commits(runs) if is_run else "",
                 name,
@@ -346,7 +348,7 @@ def reliability() -> Iterator[Row]:
 
 def text() -> Iterator[Row]:
     """Preparing rows."""
-    (line,) = (line for line in read("prepare/results.jsonl") if line["what"] == "fill")
+    (line,) = (line for line in read("speed/prepare/results.jsonl") if line["what"] == "fill")
     packed, single = line["fill"]["T=128 S=4 nsp"], line["fill"]["T=128 S=1 nsp"]
     yield Row(
         "real tokens in packed rows of T=128",
@@ -354,7 +356,7 @@ def text() -> Iterator[Row]:
         f"one sequence a row: {single:.1%}",
         line["machine"].partition(",")[0],
         "",
-        "prepare",
+        "speed/prepare",
     )
 
 

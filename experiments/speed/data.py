@@ -97,8 +97,8 @@ def articles(files: int = 8) -> pathlib.Path:
 
 
 def finetuning() -> Any:
-    """Return the module experiments/finetuning/run.py, which defines the data sets and the model."""
-    return sweep.module_of(ROOT / "experiments" / "finetuning" / "run.py")
+    """Return the module experiments/paper/more/run.py, which defines the data sets and the model."""
+    return sweep.module_of(ROOT / "experiments" / "paper" / "more" / "run.py")
 
 
 def texts(count: int) -> list[str]:

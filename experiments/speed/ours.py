@@ -140,7 +140,7 @@ def pretrain(
 
 
 def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
-    """Return the config of one of experiments/finetuning's data sets, and the data set."""
+    """Return the config of one of experiments/paper/more's data sets, and the data set."""
     module = data.finetuning()
     file, settings = module.SETS[name].config()
     arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
@@ -157,7 +157,7 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     They are steps of a long run after its `FIRST_STEPS`, which all have as many rows as the largest batch.
 
     Args:
-        name: name of a data set of experiments/finetuning.
+        name: name of a data set of experiments/paper/more.
         steps: steps per turn.
         one_a_row: put one example in a row, padded to the longest of the data set.
     """

@@ -215,7 +215,7 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
     """Run training steps of transformers' Trainer on the same examples, padded to the longest of a batch.
 
     Args:
-        name: name of a data set of experiments/finetuning.
+        name: name of a data set of experiments/paper/more.
         steps: steps per turn, not counting a first one that is not timed.
         grouped: group examples by length as train_sampling_strategy="group_by_length" does, which
             changes the composition of batches; a turn takes batches evenly from 50 sorted by length.

@@ -1,0 +1,604 @@
+"""Shared parts of the experiments: texts, rows, pretraining, tasks, and blocks of their pages.
+
+The scale "paper" expects in the folder of `--data`:
+
+text/wikipedia/*                English Wikipedia, a dump or the output of WikiExtractor
+text/books/*                    BooksCorpus, one file per book
+glue/CoLA, SST-2, MRPC, …       GLUE, including WNLI; MNLI's diagnostic set in glue/diagnostic
+squad/                          train-v1.1.json, dev-v1.1.json, train-v2.0.json, dev-v2.0.json
+swag/                           train.csv, val.csv, test.csv
+conll2003/                      train.txt, valid.txt, test.txt with -DOCSTART- between documents
+
+The scale "small" expects
+
+text/wikipedia/*.gz, text/books/*.gz    about a hundred megabytes
+glue/SST-2, CoLA, RTE, QNLI             for QNLI train_sample_8999.tsv.gz and dev.tsv.gz
+squad/                                  train-v1.1.rebuilt.json.gz, dev-v1.1.json.gz
+ner/                                    wnut17train.conll.gz, emerging.dev.conll.gz (WNUT-17)
+intent/                                 banking77_train.csv.gz, banking77_test.csv.gz
+
+Substitutes for tasks of the paper that are not available at this scale are derived from these:
+
+    python experiments/paper/recipes.py squad1 DATA --out FOLDER      a sample of SQuAD 1.1's paragraphs
+    python experiments/paper/recipes.py squad2 DATA --out FOLDER      the sample with unanswerable questions
+    python experiments/paper/recipes.py endings DATA --out FOLDER     multiple choice: which of four sentences comes next
+"""
+
+import argparse
+import csv
+import dataclasses
+import gzip
+import itertools
+import json
+import pathlib
+import random
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bert_jax.errors import UserError
+from bert_jax.tools.sweep import Point, SweepArgs
+from bert_jax.tools.sweep.experiment import Block, Claim, Claims, Line, Runs, Table
+
+# --- Pretraining ----------------------------------------------------------------------------------
+
+# The model of the small scale and its pretraining: 8,000 steps of 1,024 tokens, a quarter of an hour
+# on one core. As in the preset "teaching", short rows first, small batches, 40% masking, and AdamW
+# with a high learning rate, without which so small a model stays at the loss of word frequencies
+# (experiments/pretraining/plateau). No dropout, because no row is seen twice.
+SMALL_SIZE = "L4-H128-A2"
+_SMALL_STEPS, _PAPER_STEPS = 8_000, 1_000_000
+STEP_TOKENS, SMALL_MASKED = 1_024, 0.4  # of the small scale, at every length of rows
+# Lengths of rows with their shares of the steps.
+SMALL_LENGTHS = {8: 0.3, 16: 0.2, 32: 0.15, 64: 0.15, 128: 0.2}
+_PAPER_LENGTHS = {128: 0.9, 512: 0.1}
+# Number of evenly spaced checkpoints of a run whose checkpoints are fine-tuned.
+_PARTS = {"small": 5, "paper": 10}
+_SMALL = {
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "masking.rate": SMALL_MASKED,
+    "optim.optimizer": "adamw",
+    "optim.learning_rate": 2e-3,
+    "optim.beta2": 0.98,
+    "evaluate_rows": 512,
+}
+# The defaults are the paper's; these change results only by bfloat16's rounding.
+_PAPER = {
+    "model.dtype": "bfloat16",
+    "model.layer_loop": "scanned",
+    "model.vocab_multiple": 128,
+    "evaluate_every_steps": 10_000,
+    "checkpoint.every_steps": 5_000,
+}
+# A causal LM predicts every token.
+CAUSAL = {"model.causal": "true", "model.next_sentence": "false", "masking.rate": 0.15}
+
+
+def steps(args: SweepArgs) -> int:
+    """Return the number of steps of a pretraining run."""
+    return _PAPER_STEPS if args.scale == "paper" else _SMALL_STEPS
+
+
+def checkpoints(args: SweepArgs) -> list[int]:
+    """Return the steps at which `base` and `left_to_right` keep checkpoints."""
+    parts = _PARTS[args.scale]
+    return [steps(args) * i // parts for i in range(1, parts + 1)]
+
+
+def texts(args: SweepArgs) -> list[str]:
+    """Return the sources of pretraining text."""
+    suffix = "" if args.scale == "paper" else ".gz"
+    folder = args.data / "text"
+    return [f"{folder}/wikipedia/*{suffix}", f"books:{folder}/books/*{suffix}"]
+
+
+def vocabulary(args: SweepArgs, cased: bool = False) -> Point:
+    """Return the point that trains a vocabulary, of Google's size or 8,192 word pieces."""
+    size = (28_996 if cased else 30_522) if args.scale == "paper" else 8_192
+    case = ["--cased"] if cased else []
+    return Point(
+        f"vocab{'-cased' if cased else ''}", ("vocab", "--size", size, *case, *texts(args))
+    )
+
+
+def rows(
+    args: SweepArgs,
+    tokens: int = 128,
+    cased: bool = False,
+    sequences: int = 0,
+    name: str = "",
+    more: Sequence[Any] = (),
+) -> Point:
+    """Return the point that prepares rows, by default packed, or unpacked at the paper scale."""
+    paper = args.scale == "paper"
+    # Google's create_pretraining_data.py passes over the text ten times (dupe_factor).
+    passes = ["--passes", 10] if paper else []
+    sequences = sequences or (1 if paper else max(tokens // 32, 1))
+    command = ("--vocab", vocabulary(args, cased), "--tokens", tokens, "--sequences", sequences)
+    name = name or f"rows{tokens}{'-cased' if cased else ''}"
+    return Point(name, ("prepare", *command, *passes, *more, *texts(args)))
+
+
+def single_rows(args: SweepArgs) -> list[Point]:
+    """Return the points that prepare single sequences at each length of the small scale."""
+    return [
+        rows(args, tokens, name=f"rows{tokens}-single", more=("--pairs", "none"))
+        for tokens in SMALL_LENGTHS
+    ]
+
+
+def settings(changes: Mapping[str, Any]) -> list[str]:
+    """Return config overrides as arguments."""
+    return [f"--config.{key}={value}" for key, value in changes.items()]
+
+
+def pretrained(
+    args: SweepArgs,
+    name: str,
+    size: str = "",
+    changes: Mapping[str, Any] | None = None,
+    lengths: Mapping[int, float] | None = None,
+    on: Sequence[Point] = (),
+    seed: int = 0,
+    **facts: Any,
+) -> Point:
+    """Return the point of a pretraining run.
+
+    Args:
+        args: arguments of the sweep.
+        name: name of the point, also its fact "model".
+        size: name of the model's size; "" for base or, at the small scale, `SMALL_SIZE`.
+        changes: config overrides.
+        lengths: length of each phase's rows with its share of the steps; None for the scale's.
+        on: rows of each phase; () for the default ones.
+        seed: seed of the run; part of the point's name unless it is 0.
+        facts: more facts.
+
+    Raises:
+        UserError: the sweep has `--init`, which does not apply to pretraining.
+    """
+    if args.init:
+        raise UserError(f"--init {args.init}: this experiment pretrains its models itself")
+    paper = args.scale == "paper"
+    lengths = lengths or (_PAPER_LENGTHS if paper else SMALL_LENGTHS)
+    defaults: dict[str, Any] = dict(_PAPER if paper else _SMALL)
+    if not paper:
+        num_steps = (changes or {}).get("steps", _SMALL_STEPS)
+        defaults |= {"steps": num_steps, "optim.warmup_steps": num_steps // 20}
+        defaults |= {
+            "evaluate_every_steps": num_steps // 20,
+            "checkpoint.every_steps": num_steps // 10,
+        }
+        *before, last = (STEP_TOKENS // tokens for tokens in lengths)
+        defaults |= {f"phases[{i}].batch_size": size for i, size in enumerate(before)}
+        defaults["batch_size"] = last
+    if seed:
+        defaults["seed"] = seed
+    shares = [
+        f"{tokens}={share}" if share < 1 else f"{tokens}" for tokens, share in lengths.items()
+    ]
+    config = ",".join([size or ("base" if paper else SMALL_SIZE), *shares])
+    on = on or [rows(args, tokens) for tokens in lengths]
+    folders = [part for point in on for part in ("--rows", point)]
+    command = ("pretrain", "--config", f"configs/pretrain.py:{config}", *folders)
+    return _point(
+        name, (*command, *settings(defaults | (changes or {}))), seed, model=name, **facts
+    )
+
+
+def _point(name: str, command: Sequence[Any], seed: int | None, **facts: Any) -> Point:
+    """Return a point; seeds other than 0 are in its name and facts."""
+    if seed:
+        name, facts = f"{name}, seed {seed}", {**facts, "pretraining_seed": seed}
+    return Point(name, tuple(command), facts)
+
+
+def pretraining_seeds(args: SweepArgs) -> range:
+    """Return the seeds of the pretraining runs that are compared."""
+    return range(1 if args.scale == "paper" else 3)
+
+
+def _checkpoint_settings(args: SweepArgs) -> dict[str, int]:
+    """Return overrides that keep the checkpoints at the steps of `checkpoints`."""
+    if args.scale == "paper":
+        return {"checkpoint.every_steps": 20_000, "checkpoint.keep_last": 50}
+    parts = _PARTS["small"]
+    return {"checkpoint.every_steps": _SMALL_STEPS // parts, "checkpoint.keep_last": parts}
+
+
+def base(args: SweepArgs, name: str = "base", seed: int = 0) -> Point:
+    """Return the pretraining shared by most experiments."""
+    return pretrained(args, name, changes=_checkpoint_settings(args), seed=seed)
+
+
+def left_to_right(args: SweepArgs, name: str = "left-to-right, no NSP", seed: int = 0) -> Point:
+    """Return the same pretraining with a causal LM and without next-sentence prediction."""
+    return pretrained(args, name, changes=_checkpoint_settings(args) | CAUSAL, seed=seed)
+
+
+def large(args: SweepArgs, name: str = "large") -> Point:
+    """Return the pretraining of BERT Large."""
+    return pretrained(args, name, "large")
+
+
+def cased(args: SweepArgs, size: str) -> Point:
+    """Return the pretraining of a cased model, as for named entities (section 5.3)."""
+    on = [rows(args, 128, cased=True), rows(args, 512, cased=True)]
+    return pretrained(args, f"{size}, cased", size, on=on)
+
+
+# --- Fine-tuning ----------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A fine-tuning task.
+
+    Attributes:
+        metric: metric that selects hyperparameters.
+        config: config file with its argument.
+        options: more options, with {data} for the folder of the data.
+        settings: config overrides of the task.
+        made: name of the derived data set, or "".
+    """
+
+    metric: str
+    config: str
+    options: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = {}
+    made: str = ""
+
+
+def _glue(name: str, metric: str = "dev.accuracy", *options: str, **changes: Any) -> Task:
+    return Task(metric, f"configs/glue.py:{name}", ("--data", "{data}/glue", *options), changes)
+
+
+_QNLI = "--config.task.train={data}/glue/QNLI/train_sample_8999.tsv.gz"
+_BANKING77 = (
+    "--config.task.train={data}/intent/banking77_train.csv.gz",
+    "--config.task.dev={data}/intent/banking77_test.csv.gz",
+)
+_WNUT17 = (
+    "--config.task.train={data}/ner/wnut17train.conll.gz",
+    "--config.task.dev={data}/ner/emerging.dev.conll.gz",
+)
+TASKS: dict[str, dict[str, Task]] = {
+    "small": {
+        "SST-2": _glue("sst2", epochs=0.25),
+        "CoLA": _glue("cola", "dev.matthews"),
+        "RTE": _glue("rte"),
+        "QNLI": _glue("qnli", "dev.accuracy", _QNLI, epochs=1),
+        "Banking77": Task(
+            "dev.accuracy", "configs/table.py", _BANKING77, {"task.label": "category", "epochs": 3}
+        ),
+        # Its sentences are short: half as many steps for an LSTM.
+        "NER": Task(
+            "dev.f1",
+            "configs/tagging.py",
+            _WNUT17,
+            {"task.tokens": 64, "batch_size": 16, "epochs": 4},
+        ),
+        "SQuAD": Task("dev.f1", "configs/squad.py:1", (), {"epochs": 2}, "squad1"),
+        "SQuAD 2.0": Task("dev.f1", "configs/squad.py:2", (), {"epochs": 2}, "squad2"),
+        "SWAG": Task("dev.accuracy", "configs/swag.py", (), {"epochs": 2}, "endings"),
+    },
+    "paper": {
+        "MNLI": _glue("mnli"),
+        "QQP": _glue("qqp", "dev.accuracy_f1"),
+        "QNLI": _glue("qnli"),
+        "SST-2": _glue("sst2"),
+        "CoLA": _glue("cola", "dev.matthews"),
+        "STS-B": _glue("stsb", "dev.pearson_spearman"),
+        "MRPC": _glue("mrpc", "dev.accuracy_f1"),
+        "RTE": _glue("rte"),
+        "NER": Task(
+            "dev.f1",
+            "configs/tagging.py",
+            ("--data", "{data}/conll2003"),
+            {"task.tokens": 512, "task.document_context": "true"},
+        ),
+        "SQuAD": Task("dev.f1", "configs/squad.py:1", ("--data", "{data}/squad")),
+        "SQuAD 2.0": Task("dev.f1", "configs/squad.py:2", ("--data", "{data}/squad")),
+        "SWAG": Task("dev.accuracy", "configs/swag.py", ("--data", "{data}/swag")),
+    },
+}
+# Overrides for fine-tuning on features, with a high rate since the LSTM is trained from scratch.
+LSTM = {"model.lstm_layers": 2, "optim.learning_rate": 1e-3}
+PRETRAINED, RANDOM = "pretrained", "random weights"
+
+
+def called(init: str) -> str:
+    """Return the name of a checkpoint in tables: OWNER/NAME, or the last two parts of its path."""
+    return "/".join(pathlib.Path(init).parts[-2:])
+
+
+def starts(args: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
+    """Return the options that initialize each model to fine-tune, by label.
+
+    The models are the checkpoint of `--init`, or the paper's two, or the small one and one with
+    random weights.
+
+    Args:
+        args: arguments of the sweep.
+        capitals: whether the paper's models are cased.
+    """
+    if args.init:
+        return {called(args.init): ["--init", args.init]}
+    if args.scale == "paper":
+        both = {"base": base(args), "large": large(args)}
+        if capitals:
+            both = {size: cased(args, size) for size in both}
+        return {label: ["--init", point] for label, point in both.items()}
+    layers, hidden, heads = (int(number) for number in re.findall(r"\d+", SMALL_SIZE))
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": 4 * hidden}
+    size = settings({f"model.{name}": value for name, value in shape.items()})
+    return {
+        PRETRAINED: ["--init", base(args)],
+        RANDOM: ["--init", "none", "--vocab", vocabulary(args), *size],
+    }
+
+
+def finetuned(
+    args: SweepArgs,
+    label: str,
+    start: Sequence[Any],
+    task: str,
+    changes: Mapping[str, Any] | None = None,
+    more: str = "",
+    seed: int | None = None,
+    **facts: Any,
+) -> Point:
+    """Return the point of a fine-tuning run with several seeds, or with one.
+
+    Args:
+        args: arguments of the sweep.
+        label: label of the model.
+        start: options that initialize it.
+        task: name of one of the scale's `TASKS`.
+        changes: config overrides.
+        more: suffix of the point's name.
+        seed: seed of the pretraining run, if the model was pretrained with each of
+            `pretraining_seeds`. Where there are several, each is fine-tuned once, with its own seed.
+        facts: more facts.
+    """
+    spec = TASKS[args.scale][task]
+    if args.scale == "paper":
+        defaults: dict[str, Any] = {"model.dtype": "bfloat16"}
+    else:  # small models learn little at BERT's rates (Turc et al., arXiv 1908.08962, go up to 3e-4)
+        rate = 5e-5 if args.init else 3e-4
+        defaults = {"optim.learning_rate": rate, "evaluate_every_steps": 1_000_000}
+    options = [option.format(data=args.data) for option in spec.options]
+    if spec.made:
+        options += ["--data", made(args, spec.made)]
+    seeds = args.seeds or (5 if args.scale == "paper" else 3)
+    overrides = defaults | dict(spec.settings) | (changes or {})
+    if seed is not None and len(pretraining_seeds(args)) > 1:
+        seeds, overrides["seed"] = 1, seed
+    command = ("finetune", "--config", spec.config, *options, *start, "--seeds", seeds)
+    name = "/".join(filter(None, (label, task, more)))
+    return _point(name, (*command, *settings(overrides)), seed, model=label, task=task, **facts)
+
+
+def made(args: SweepArgs, name: str) -> Point:
+    """Return the point that derives a data set with this file."""
+    return Point(name, ("python", "experiments/paper/recipes.py", name, args.data))
+
+
+# --- Pages ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """A block for the results of one scale, with the best setting of each grid on the dev set.
+
+    Adds the metrics "minutes" and "tokens" (millions) to every run.
+    """
+
+    scale: str
+    block: Block
+
+    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+        """Return the block's Markdown for the results of this scale."""
+        lines = [line for line in results if line["scale"] == self.scale]
+        return self.block.markdown(picked([_with_clock(line) for line in lines]), folder)
+
+
+def _with_clock(line: Line) -> Line:
+    if "step_seconds" not in line:
+        return line
+    clock = {"minutes": line["step_seconds"] / 60, "tokens": line["real_tokens"] / 1e6}
+    return {**line, "metrics": {**line["metrics"], **clock}}
+
+
+def picked(results: Sequence[Line]) -> list[Line]:
+    """Drop lines whose "setting" is not the best one of their model and task on the dev set."""
+    grids: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for line in results:
+        facts = line["facts"]
+        if "setting" in facts:
+            value = line["metrics"][TASKS[line["scale"]][facts["task"]].metric]
+            scores = grids.setdefault((facts["model"], facts["task"]), {})
+            scores.setdefault(facts["setting"], []).append(value)
+    best = {
+        model_and_task: max(scores, key=lambda setting: statistics.fmean(scores[setting]))
+        for model_and_task, scores in grids.items()
+    }
+    return [
+        line
+        for line in results
+        if "setting" not in (facts := line["facts"])
+        or facts["setting"] == best[facts["model"], facts["task"]]
+    ]
+
+
+def page(**scales: tuple[Table, Sequence[Claim]]) -> dict[str, Block]:
+    """Return a table, tests of the paper's claims, and training costs for each scale."""
+    blocks: dict[str, Block] = {}
+    for scale, (table, claims) in scales.items():
+        blocks[scale] = At(scale, table)
+        if claims:
+            blocks[f"{scale}_claims"] = At(scale, Claims(table, claims))
+        blocks[f"{scale}_runs"] = At(scale, Runs())
+    return blocks
+
+
+def models(results: Sequence[Line], scale: str, *defaults: str) -> list[str]:
+    """Return the labels of a table's models: the default ones, and others that have results."""
+    facts = [line["facts"] for line in results if line["scale"] == scale]
+    return list(dict.fromkeys([*defaults, *(each["model"] for each in facts if "task" in each)]))
+
+
+def sizes(labels: Sequence[str]) -> dict[str, str]:
+    """Return the size whose numbers in the paper a model is compared with, by label."""
+    return {label: "large" if "large" in label else "base" for label in labels if label != RANDOM}
+
+
+def comparison(
+    results: Sequence[Line],
+    paper: Mapping[str, Mapping[str, float]],
+    small_columns: Mapping[str, Any],
+    paper_columns: Mapping[str, Any],
+    average: bool = False,
+) -> dict[str, Block]:
+    """Return the blocks of an experiment that compares fine-tuned models.
+
+    Args:
+        results: results of the experiment.
+        paper: the paper's numbers by size and column.
+        small_columns: columns of the small scale.
+        paper_columns: columns of the paper scale.
+        average: whether the paper's table has an average column.
+    """
+
+    def table(scale: str, columns: Mapping[str, Any], *usual: str) -> Table:
+        labels = models(results, scale, *usual)
+        facts = {label: {"model": label} for label in labels}
+        reference = {label: paper.get(size, {}) for label, size in sizes(labels).items()}
+        return Table(facts, columns, reference, "model")
+
+    small = table("small", small_columns, PRETRAINED, RANDOM)
+    large_ = table("paper", paper_columns, "base", "large")
+    large_ = dataclasses.replace(large_, average=average)
+    return page(
+        small=(small, [Claim(column, PRETRAINED, RANDOM) for column in small_columns]),
+        paper=(large_, [Claim(column, "large", "base") for column in paper_columns]),
+    )
+
+
+# --- Derived data sets -------------------------------------------------------------------
+
+# Take one in this many paragraphs of SQuAD: all of it takes hours on two cores.
+_SQUAD_STRIDE = {"train": 24, "dev": 8}
+_SQUAD_FILES = {"train": "train-v1.1.rebuilt", "dev": "dev-v1.1"}
+_CHOICES, _ENDINGS = 4, {"train": 4_000, "val": 2_000}
+
+
+def squad1(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
+    """Write a sample of SQuAD 1.1's paragraphs, and return the number of questions by split."""
+    return _squad(data, out, "1.1")
+
+
+def squad2(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
+    """Write the sample with every third question moved to a paragraph that does not answer it."""
+    return _squad(data, out, "2.0")
+
+
+def _squad(data: pathlib.Path, out: pathlib.Path, version: str) -> dict[str, int]:
+    counts = {}
+    for split, name in _SQUAD_FILES.items():
+        with gzip.open(data / "squad" / f"{name}.json.gz") as file:
+            squad = json.load(file)
+        positions, number, counts[split] = itertools.count(), itertools.count(), 0
+        for article in squad["data"]:
+            stride, paragraphs = _SQUAD_STRIDE[split], article["paragraphs"]
+            selected = [i for i in range(len(paragraphs)) if next(positions) % stride == 0]
+            article["paragraphs"] = [
+                paragraph
+                for i in selected
+                for paragraph in (
+                    [paragraphs[i]] if version == "1.1" else _unanswerable(paragraphs, i, number)
+                )
+            ]
+            counts[split] += sum(len(p["qas"]) for p in article["paragraphs"])
+        squad["version"] = version
+        (out / f"{split}-v{version}.json").write_text(json.dumps(squad))
+    return counts
+
+
+def _unanswerable(
+    paragraphs: Sequence[dict[str, Any]], i: int, number: Iterator[int]
+) -> list[dict[str, Any]]:
+    """Return a paragraph with two thirds of its questions, and its neighbor with the other third.
+
+    The neighbor is from the same article. Questions whose answer occurs in it are not moved.
+    """
+    neighbor = paragraphs[(i + 1) % len(paragraphs)]["context"]
+    answered, moved = [], []
+    for question in paragraphs[i]["qas"]:
+        absent = all(answer["text"] not in neighbor for answer in question["answers"])
+        if next(number) % 3 == 0 and absent:
+            moved.append({**question, "answers": [], "is_impossible": True})
+        else:
+            answered.append({**question, "is_impossible": False})
+    pair = [{**paragraphs[i], "qas": answered}, {"context": neighbor, "qas": moved}]
+    return [paragraph for paragraph in pair if paragraph["qas"]]
+
+
+def endings(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
+    """Write questions in SWAG's format: which of four sentences of an article follows a given one.
+
+    Train and val use different articles. Returns the number of questions by split.
+    """
+    rng, questions = random.Random(0), []
+    for path in sorted((data / "text" / "wikipedia").glob("*.gz")):
+        with gzip.open(path, "rt") as file:
+            text = file.read()
+        for article in text.split("</doc>"):
+            lines = [line for line in article.splitlines() if line.endswith(".")]
+            paragraphs = [re.split(r"(?<=[.!?]) (?=[A-Z])", line) for line in lines]
+            every = [sentence for each in paragraphs for sentence in each if _fits(sentence)]
+            pairs = [
+                pair
+                for each in paragraphs
+                for pair in itertools.pairwise(each)
+                if all(map(_fits, pair))
+            ]
+            if len(every) < 4 * _CHOICES or len(pairs) < 4:
+                continue
+            for first, second in rng.sample(pairs, 4):
+                others = [sentence for sentence in every if sentence not in (first, second)]
+                questions.append((first, second, rng.sample(others, _CHOICES - 1)))
+    counts, start = {}, 0
+    for split, size in _ENDINGS.items():
+        selected = questions[start : start + size]
+        start += size
+        counts[split] = len(selected)
+        with open(out / f"{split}.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["sent1", "sent2", *(f"ending{i}" for i in range(_CHOICES)), "label"])
+            for first, second, others in selected:
+                label = rng.randrange(_CHOICES)
+                writer.writerow([first, "", *others[:label], second, *others[label:], label])
+    return counts
+
+
+def _fits(sentence: str) -> bool:
+    return 30 <= len(sentence) <= 200
+
+
+def main() -> None:
+    """Write a derived data set, and the number of its questions to metrics.json."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=("squad1", "squad2", "endings"))
+    parser.add_argument("data", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    make = {"squad1": squad1, "squad2": squad2, "endings": endings}[options.name]
+    counts = make(options.data, options.out)
+    (options.out / "metrics.json").write_text(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Table 1: fine-tuning on the tasks of GLUE.
+
+Every task is fine-tuned on a grid of hyperparameters. The table shows the best point on the dev set;
+at the scale "paper" it also goes into a submission to the GLUE server (submit.py).
+"""
+
+import dataclasses
+
+import recipes
+
+from bert_jax.tools.sweep import Point, grid
+from bert_jax.tools.sweep.experiment import Column
+
+# The grid of section A.3, with the fourth learning rate of section 4.1.
+GRID = {
+    "small": {"rate": ("1e-3", "3e-4", "1e-4")},
+    "paper": {
+        "rate": ("5e-5", "4e-5", "3e-5", "2e-5"),
+        "batch": (16, 32),
+        "epochs": (2, 3, 4),
+    },
+}
+SETTINGS = {"rate": "optim.learning_rate", "batch": "batch_size", "epochs": "epochs"}
+TASKS = {
+    "small": ("SST-2", "CoLA", "RTE", "QNLI"),
+    "paper": ("MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"),
+}
+NAMES = ("MNLI-m", "MNLI-mm", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE")
+PAPER = {
+    "base": dict(zip(NAMES, (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4), strict=True)),
+    "large": dict(zip(NAMES, (86.7, 85.9, 72.1, 92.7, 94.9, 60.5, 86.5, 89.3, 70.1), strict=True)),
+}
+METRICS = {"QQP": "dev.f1", "MRPC": "dev.f1", "STS-B": "dev.spearman", "CoLA": "dev.matthews"}
+OBJECTIVE = "dev.accuracy"
+
+
+def get_points(args):
+    """Return the grid of each model and task, and a submission for each model."""
+    choices = GRID[args.scale]
+    if args.scale == "small" and args.init:  # the small models' rates are too high for larger ones
+        choices = {"rate": GRID["paper"]["rate"]}
+    for model, start in recipes.starts(args).items():
+        points = []
+        for task in TASKS[args.scale]:
+            for chosen in grid(**choices):
+                setting = "-".join(f"{name}{value}" for name, value in chosen.items())
+                changes = {SETTINGS[name]: value for name, value in chosen.items()}
+                point = recipes.finetuned(
+                    args, model, start, task, changes, setting, setting=setting
+                )
+                points.append(point)
+        if args.scale == "small":  # has no test sets
+            yield from points
+        else:
+            script = ("python", "experiments/paper/table1/submit.py", args.data / "glue")
+            yield Point(f"{model}/submission", (*script, *points), {"model": model})
+
+
+def get_trial(args, trial):
+    """Return a trial of a search over learning rate and batch size on SST-2."""
+    model, start = next(iter(recipes.starts(args).items()))
+    changes = {
+        "optim.learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True),
+        "batch_size": trial.suggest_categorical("batch_size", [16, 32, 64]),
+    }
+    point = recipes.finetuned(args, model, start, "SST-2", changes)
+    return dataclasses.replace(point, facts={"searched": model})  # not in the table
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A table of the selected grid points and their dev scores."""
+
+    def markdown(self, results, folder):
+        """Return a row per model and task."""
+        chosen = {
+            (line["facts"]["model"], line["facts"]["task"]): line["facts"]["setting"]
+            for line in results
+            if "setting" in line["facts"]
+        }
+        if not chosen:
+            return "not run"
+        lines = [f"| {model} | {task} | {setting} |" for (model, task), setting in chosen.items()]
+        return "\n".join(["| model | task | setting |", "|---|---|---|", *lines])
+
+
+def get_blocks(results):
+    """Return the tables of results and of selected grid points."""
+
+    def column(task, metric=None):
+        return Column(metric or METRICS.get(task, "dev.accuracy"), {"task": task})
+
+    matched = {
+        "MNLI-m": column("MNLI"),
+        "MNLI-mm": column("MNLI", "dev_mismatched.accuracy"),
+    }
+    small = {task: column(task) for task in TASKS["small"]}
+    paper = matched | {task: column(task) for task in TASKS["paper"][1:]}
+    blocks = recipes.comparison(results, PAPER, small, paper, average=True)
+    chosen = {f"{scale}_settings": recipes.At(scale, Settings()) for scale in GRID}
+    return blocks | chosen
