@@ -55,7 +55,7 @@ soak: $(VENV)/test.done
 	$(BIN)/python experiments/reliability/kills.py --kills $(KILLS)
 	$(BIN)/python experiments/reliability/leaks.py
 	$(BIN)/python experiments/reliability/fuzz.py --times $(SOAK)
-	$(BIN)/python experiments/reliability/report.py
+	$(BIN)/bert-jax report experiments/reliability
 
 count:
 	$(PYTHON) tests/count.py

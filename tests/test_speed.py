@@ -1,4 +1,4 @@
-"""experiments/speed: the page shows the results, and the benchmark of a GPU runs."""
+"""experiments/speed: cases match their functions, and the benchmark of a GPU runs."""
 
 import importlib
 import inspect
@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from bert_jax.tools.sweep import module_of
 from tests.helpers.runs import ONE_DEVICE
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -21,19 +22,10 @@ def speed():
     """Import the folder's modules and return them by name."""
     sys.path.insert(0, str(HERE))
     try:
-        names = ("cases", "gpu", "ours", "peers", "report")
+        names = ("cases", "gpu", "ours", "peers")
         return {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(str(HERE))
-
-
-def test_recorded_page_regenerates_from_its_results(speed, tmp_path):
-    report = speed["report"]
-    recorded = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
-    text = (HERE / "README.md").read_text()
-    assert report.page(text, recorded, tmp_path) == text
-    front = (ROOT / "docs" / "speed.md").read_text()
-    assert report.with_block(front, "speed", report.summary(recorded)) == front
 
 
 def test_contender_settings_match_maker_signatures(speed):
@@ -66,4 +58,4 @@ def test_smoke_run_of_the_gpu_benchmark_measures_every_row(speed, tmp_path):
             assert 0 < line["gradient_difference"] < 0.1
     (traced,) = (line["table"] for line in lines if line["kind"] == "profile")
     assert sum(part["seconds"] for part in traced["parts"]) == pytest.approx(traced["step_seconds"])
-    assert "\n".join(speed["report"].gpu_section(lines)) in done.stdout
+    assert "\n".join(module_of(HERE / "sweep.py").gpu_section(lines)) in done.stdout

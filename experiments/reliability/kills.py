@@ -7,7 +7,7 @@ Generates its data: a text from a grammar, a vocabulary, rows, a table to fine-t
 runs undisturbed. Then it is started, killed by SIGKILL at a moment drawn from `MOMENTS` and restarted,
 several times, and finally runs to its end. Its output must equal that of the undisturbed run bit for bit:
 arrays of all remaining checkpoints, metrics.jsonl, shards and exported files. Each kill is a line of
-kills.jsonl, from which `report.py` writes README.md.
+kills.jsonl, from which the page is written.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python experiments/reliability/leaks.py [--steps 20000]
 
 Trains a tiny model on generated rows, and evaluates and saves every 500 steps. Resources of the
-process are sampled from /proc twice a second and written to leaks.jsonl, which `report.py` plots.
+process are sampled from /proc twice a second and written to leaks.jsonl, which the page plots.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 The contenders of a case are long-lived processes that take turns in every round, so that no two
 compete for the processor or a thread pool. Starting a contender and its first turn are not timed. A
 fixed calibration workload before each turn measures the speed of the machine at that moment. The new
-rounds of a case replace its lines in results.jsonl, from which README.md is written.
+rounds of a case replace its lines in cases.jsonl, from which README.md is written.
 
     BERT_JAX_DATA=DIR python experiments/speed/bench.py pretrain-mini-128 help
     BERT_JAX_DATA=DIR python experiments/speed/bench.py --quick
@@ -28,8 +28,10 @@ from typing import Any
 import numpy as np
 from cases import CASES, quick
 
+from bert_jax.tools.sweep import experiment, module_of
+
 HERE = pathlib.Path(__file__).parent
-RESULTS = HERE / "results.jsonl"
+RESULTS = HERE / "cases.jsonl"
 LOGS = HERE.parent.parent / "runs" / "speed" / "log"
 PACKAGES = (
     "bert-jax", "jax", "flax", "numpy", "tokenizers", "torch", "transformers", "accelerate", "datasets",
@@ -162,20 +164,12 @@ def measure(name: str, pairs: int, least: bool) -> Iterator[list[dict[str, Any]]
             ]
 
 
-def read() -> list[dict[str, Any]]:
-    """Return the lines of results.jsonl."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def keep(new: list[dict[str, Any]], finished: bool) -> None:
     """Replace the lines of a case, and write the page.
 
     An unfinished case does not replace lines with more rounds, since it may be interrupted.
     """
-    import report
-
-    before = read()
+    before = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     (case,) = {line["case"] for line in new}
     old = [len(line["seconds"]) for line in before if line["case"] == case]
     if not finished and len(new[0]["seconds"]) < max(old, default=0):
@@ -183,11 +177,13 @@ def keep(new: list[dict[str, Any]], finished: bool) -> None:
     lines = [line for line in before if line["case"] != case] + new
     lines.sort(key=lambda line: list(CASES).index(line["case"]))
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report.write()
+    experiment.write_readme(HERE)
 
 
 def chosen(patterns: list[str]) -> list[str]:
-    """Return the cases that match any of the patterns, in the order of `CASES`; all without patterns.
+    """Return the cases that match any of the patterns, in the order of `CASES`.
+
+    Without patterns all but those for TPUs, which need another package and take hours each.
 
     Raises:
         SystemExit: a pattern matches no case.
@@ -195,7 +191,7 @@ def chosen(patterns: list[str]) -> list[str]:
     for pattern in patterns:
         if not fnmatch.filter(CASES, pattern):
             raise SystemExit(f"no case {pattern!r}; there are {', '.join(CASES)}")
-    return [name for name in CASES if any(fnmatch.fnmatch(name, p) for p in patterns or ["*"])]
+    return [name for name in CASES if any(fnmatch.fnmatch(name, p) for p in patterns or ["[!t]*"])]
 
 
 def main() -> None:
@@ -205,13 +201,12 @@ def main() -> None:
         epilog="cases: " + ", ".join(CASES),
     )  # fmt: skip
     parser.add_argument(
-        "cases", nargs="*", help="names or patterns such as 'pretrain-*' (default: all)"
+        "cases", nargs="*", help="names or patterns such as 'pretrain-*' (default: all but tpu-*)"
     )
     parser.add_argument("--pairs", type=int, default=10, help="rounds per case (default 10)")
     parser.add_argument(
         "--quick", action="store_true", help="run one round of small turns, and record nothing"
     )
-    parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument(
         "--worker",
         nargs=2,
@@ -222,17 +217,13 @@ def main() -> None:
     if options.worker:
         work(*options.worker, options.quick)
         return
-    import report
-
-    if options.page:
-        report.write()
-        return
+    table = module_of(HERE / "sweep.py").table
     for name in chosen(options.cases):
         rounds = 1 if options.quick else options.pairs
         for number, lines in enumerate(measure(name, rounds, options.quick), 1):
             if not options.quick:
                 keep(lines, number == rounds)  # after every round: a case takes up to an hour
-        print("\n".join(["", *report.table(lines, [name]), ""]), flush=True)
+        print("\n".join(["", *table(lines, [name]), ""]), flush=True)
 
 
 if __name__ == "__main__":

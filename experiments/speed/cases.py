@@ -100,6 +100,30 @@ def _wide(hidden: int) -> Contender:
     return _settings(hidden=hidden, heads=hidden // 64, feed_forward=4 * hidden)
 
 
+# The coordinate check of muP: hidden sizes, and what is measured at each.
+MUP_WIDTHS = (64, 128, 256, 512)
+MUP_PARTS = ("embeddings", "layer 1", "layer 2", "logits")
+# The paper's recipe by T, and slices of 4, 16, 64, 256 and 1,024 TPUs.
+RECIPE_STEPS = {128: 900_000, 512: 100_000}
+SLICES = {
+    "v5e": ("2x2", "4x4", "8x8", "16x16", "16x16,slices=4"),
+    "v5p": ("2x2x1", "2x2x4", "4x4x4", "4x8x8", "8x8x16"),
+    "v4": ("2x2x1", "2x2x4", "4x4x4", "4x8x8", "8x8x16"),
+    "v6e": ("2x2", "4x4", "8x8", "16x16", "16x16,slices=4"),
+}
+
+
+def _tpu(topology: str) -> Case:
+    contenders = {
+        f"{size}, T={tokens}": Contender(
+            "ours:tpu", {"model": size, "tokens": tokens, "topology": topology}
+        )
+        for size in ("base", "large")
+        for tokens in RECIPE_STEPS
+    }
+    return Case("seconds", contenders)
+
+
 BASE = {"size": "base", "tokens": 128, "sequences": 4, "batch": 16}
 
 
@@ -132,6 +156,18 @@ CASES = {
             "datasets": Contender("peers:prepare", {}),
         },
     ),
+    "fill": Case(
+        "text_bytes",
+        {
+            f"T={tokens} S={sequences} {pairs}": Contender(
+                "ours:prepare", {"pairs": pairs, "tokens": tokens, "sequences": sequences}
+            )
+            for tokens, sequences, pairs in (
+                *((128, 1, "nsp"), (128, 4, "nsp"), (512, 1, "nsp")),
+                *((512, 16, "nsp"), (512, 16, "none")),
+            )
+        },
+    ),
     "loader": Case(
         "rows",
         {
@@ -160,6 +196,24 @@ CASES = {
         {
             "steps": _mini(steps=10),
             "steps and a save": _mini(steps=10, saves=True),
+        },
+    ),
+    "storage-read": Case(
+        "rows",
+        {
+            "local": Contender("ours:storage_read", {"scheme": "", "cached": False}),
+            **{
+                f"{scheme}, {how}": Contender("ours:storage_read", {"scheme": scheme, "cached": cached})
+                for scheme in ("gs", "s3")
+                for how, cached in (("by range", False), ("cache", True))
+            },
+        },
+    ),
+    "storage-save": Case(
+        "steps",
+        {
+            name: Contender("ours:storage_save", {"scheme": scheme, "steps": 400})
+            for name, scheme in (("local", ""), ("gs", "gs"), ("s3", "s3"))
         },
     ),
     "start": Case(
@@ -233,4 +287,13 @@ CASES = {
     ),
     "grow-devices": Case("steps", {str(n): _mini(devices=n) for n in (1, 2, 4, 8)}),
     "grow-corpus": Case("steps", {str(n): _mini(files=n) for n in (1, 4, 16, 64)}),
+    "mup": Case(
+        "seconds",
+        {
+            f"{kind}, {hidden}": Contender("ours:mup", {"hidden": hidden, "base": base})
+            for kind, base in (("standard", 0), ("muP", MUP_WIDTHS[0]))
+            for hidden in MUP_WIDTHS
+        },
+    ),
+    **{f"tpu-{kind}:{shape}": _tpu(f"{kind}:{shape}") for kind in SLICES for shape in SLICES[kind]},
 }  # fmt: skip

@@ -8,17 +8,18 @@ import pathlib
 import random
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 from bert_jax.config import flags
 from bert_jax.config.schema import Config
 from bert_jax.config.sizes import SIZES
 from bert_jax.data import corpus, prepare
 from bert_jax.errors import UserError
-from bert_jax.tools import sweep
+from bert_jax.storage import files
+from bert_jax.tools.sweep import module_of
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
+recipes = module_of(HERE.parent / "paper" / "recipes.py")
 WORK = ROOT / "runs" / "speed"
 
 
@@ -96,9 +97,23 @@ def articles(files: int = 8) -> pathlib.Path:
     return path
 
 
-def finetuning() -> Any:
-    """Return the module experiments/paper/more/run.py, which defines the data sets and the model."""
-    return sweep.module_of(ROOT / "experiments" / "paper" / "more" / "run.py")
+def finetuning(name: str) -> tuple[str, list[str]]:
+    """Return the config file of a fine-tuning data set, and changes of the config; writes derived data."""
+    source, folder = data_folder(), WORK / name
+    if name in ("sst2", "qnli"):
+        changes = ["task.tokens=128", f"task.data={source}/glue"]
+        sample = [f"task.train={source}/glue/QNLI/train_sample_8999.tsv.gz"] * (name == "qnli")
+        return f"configs/glue.py:{name}", [*changes, *sample]
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "squad1":
+        recipes.squad1(source, folder)
+        return "configs/squad.py:1", [f"task.data={folder}"]
+    with gzip.open(source / "intent" / "clinc150.json.gz") as file:
+        splits = json.load(file)
+    for split in ("train", "val"):
+        lines = (json.dumps({"text": text, "label": label}) for text, label in splits[split])
+        files.write(folder / f"{split}.jsonl", "\n".join(lines) + "\n")
+    return "configs/table.py", [f"task.train={folder}/train.jsonl", f"task.dev={folder}/val.jsonl"]
 
 
 def texts(count: int) -> list[str]:

@@ -5,7 +5,7 @@
     python experiments/speed/gpu.py --out DIR --after DIR2/gpu.jsonl   measure what is missing there
     python experiments/speed/gpu.py --out DIR --only 'torch*' --only '*dropout'    measure selected rows
     python experiments/speed/gpu.py --out DIR --smoke                  the plan on tiny models, any device
-    cp DIR/gpu.jsonl experiments/speed/ && python experiments/speed/bench.py --page
+    cp DIR/gpu.jsonl experiments/speed/ && bert-jax report experiments/speed
 
 It needs JAX, Flax, Optax and Orbax, PyTorch and transformers for the baseline, and a checkout of
 bert_jax, installed or not. What a row measures, by its kind:
@@ -649,10 +649,10 @@ def main() -> None:
         parser.error(f"--after: {options.after} does not exist")
     earlier = read(options.after) if options.after else []
     sys.path.insert(0, str(ROOT))  # the checkout need not be installed
-    import report
+    from bert_jax.tools.sweep import module_of
 
     lines = measure_all(out, options.minutes, options.smoke, earlier, options.commit, options.only)
-    print("\n".join(report.gpu_section(lines)))
+    print("\n".join(module_of(ROOT / "experiments/speed/sweep.py").gpu_section(lines)))
 
 
 if __name__ == "__main__":

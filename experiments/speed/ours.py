@@ -1,5 +1,6 @@
 """Contenders of this project, on the CPU with JAX's default threads."""
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -19,10 +20,17 @@ import data
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from bert_jax import train
+from bert_jax import storage, train
 from bert_jax.config import flags
-from bert_jax.config.schema import CheckpointConfig, Config, FinetuneConfig
+from bert_jax.config.schema import (
+    CheckpointConfig,
+    Config,
+    FinetuneConfig,
+    ModelConfig,
+    OptimConfig,
+)
 from bert_jax.convert.source import open_model
 from bert_jax.data import rows, wordpiece
 from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
@@ -30,16 +38,16 @@ from bert_jax.data.loader import Batch, Rows, batches
 from bert_jax.data.prepare import prepare as prepare_rows
 from bert_jax.inference.embed import Embedder
 from bert_jax.model import layers
-from bert_jax.model.bert import Bert
-from bert_jax.objectives import finetuning, pretraining
+from bert_jax.model.bert import Bert, init_params
+from bert_jax.objectives import finetuning, losses, pretraining
 from bert_jax.objectives.base import Metric, Phase
 from bert_jax.runs import checkpoint
 from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tasks.load import load_dataset
-from bert_jax.training import guard
-from bert_jax.training import state as state_lib
+from bert_jax.tools import preflight
+from bert_jax.training import guard, optim
 from bert_jax.training import step as step_lib
 
 Turn = Callable[[], dict[str, Any]]
@@ -115,7 +123,7 @@ def pretrain(
     config.phases[0].rows = str(data.rows(tokens, sequences, files))
     config, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = state_lib.initial_state(config, phase, mesh)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
     step, state = step_lib.compile_step(config, phase, mesh, shapes), init(jnp.uint32(0))
     stream, numbers = (
         phase.batches(0, config.steps, *sharding.process_row_shard(mesh)),
@@ -127,7 +135,7 @@ def pretrain(
         nonlocal state
         real = padded = 0
         if checkpoints:
-            checkpoints.save(next(numbers), *state_lib.checkpoint_parts(state))
+            checkpoints.save(next(numbers), *step_lib.checkpoint_parts(state))
         for arrays in itertools.islice(stream, steps):
             real, padded = real + int(arrays["length"].sum()), padded + _padded(arrays)
             state, *_ = step(state, shard_batch(arrays, mesh))
@@ -140,12 +148,11 @@ def pretrain(
 
 
 def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
-    """Return the config of one of experiments/paper/more's data sets, and the data set."""
-    module = data.finetuning()
-    file, settings = module.SETS[name].config()
+    """Return the config of a data set, and the data set."""
+    file, settings = data.finetuning(name)
     arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
     config = flags.load(arguments, FinetuneConfig)
-    source, vocabulary, _, _ = open_model(str(module.minilm()))
+    source, vocabulary, _, _ = open_model(str(data.recipes.minilm()))
     dataset = load_dataset(config.task, vocabulary)
     config.model = finetuning.model_config(config, source.model, dataset)
     return config, dataset
@@ -157,7 +164,7 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     They are steps of a long run after its `FIRST_STEPS`, which all have as many rows as the largest batch.
 
     Args:
-        name: name of a data set of experiments/paper/more.
+        name: name of a data set, as in `data.finetuning`.
         steps: steps per turn.
         one_a_row: put one example in a row, padded to the longest of the data set.
     """
@@ -168,7 +175,7 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     config, _, plan, phase = finetuning.make_phase(
         config, dataset, [0], sharding.num_row_shards(mesh)
     )
-    init, shapes = state_lib.initial_state(config, phase, mesh)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
     step = step_lib.compile_phase(config, phase, mesh, shapes).step
     state = init(jnp.uint32(0))
     for shape in plan.shapes:  # wait for compilation in the background
@@ -204,7 +211,7 @@ def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
     Args:
         one_a_row: put one text in a row of 256 tokens, instead of using an `Embedder`.
     """
-    config, vocabulary, params, _ = open_model(str(data.finetuning().minilm()))
+    config, vocabulary, params, _ = open_model(str(data.recipes.minilm()))
     config.embed.tokens = EMBED_TOKENS
     if not one_a_row:
         embedder = Embedder(config, vocabulary, params, batch_tokens=EMBED_BATCH_TOKENS)
@@ -254,15 +261,21 @@ def embed(texts: int, one_a_row: bool) -> Turn:
     return turn
 
 
-def prepare(pairs: str) -> Turn:
-    """Prepare rows from text, as `bert-jax prepare --sequences 4` does."""
+def prepare(pairs: str, tokens: int = 128, sequences: int = 4) -> Turn:
+    """Prepare rows from text, as `bert-jax prepare` does."""
     source, vocabulary = data.articles(), data.vocabulary()
 
     def turn():
         with data.temporary() as out:
-            manifest = prepare_rows([str(source)], vocabulary, out, sequences=4, pairs=pairs)
-        real = manifest.train.real_tokens + manifest.heldout.real_tokens
-        return {"text_bytes": source.stat().st_size, "real_tokens": real}
+            manifest = prepare_rows(
+                [str(source)], vocabulary, out, tokens=tokens, sequences=sequences, pairs=pairs
+            )
+        splits = (manifest.train, manifest.heldout)
+        return {
+            "text_bytes": source.stat().st_size,
+            "real_tokens": sum(split.real_tokens for split in splits),
+            "padded_tokens": tokens * sum(split.rows for split in splits),
+        }
 
     return turn
 
@@ -283,7 +296,7 @@ def _saved(size: str) -> tuple[Checkpoints, Any, Any, int]:
     """Return checkpoints in a temporary folder, a state, its shapes and its size in bytes."""
     _start()
     config, phase = _phase(size, 128, 4, 8)
-    init, shapes = state_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
+    init, shapes = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
     state = init(jnp.uint32(0))
     # The initial moments are zeros, which compress to almost nothing.
     noise = jax.jit(lambda x: x + jax.random.normal(jax.random.key(1), x.shape, x.dtype))
@@ -299,7 +312,7 @@ def save(size: str) -> Turn:
     number = itertools.count()
 
     def turn():
-        checkpoints.save(next(number), *state_lib.checkpoint_parts(state))
+        checkpoints.save(next(number), *step_lib.checkpoint_parts(state))
         checkpoints.wait()
         return {"bytes": size_bytes}
 
@@ -309,14 +322,14 @@ def save(size: str) -> Turn:
 def restore(size: str) -> Turn:
     """Restore a state from a checkpoint, verifying its checksums, as a resumed run does."""
     checkpoints, state, shapes, size_bytes = _saved(size)
-    checkpoints.save(1, *state_lib.checkpoint_parts(state))
+    checkpoints.save(1, *step_lib.checkpoint_parts(state))
     checkpoints.wait()
     del state
 
     def turn():
         if damage := checkpoint.damage(checkpoints.folder / "1"):
             raise RuntimeError(damage)
-        jax.block_until_ready(state_lib.restore(checkpoints, 1, shapes, 0))
+        jax.block_until_ready(step_lib.restore(checkpoints, 1, shapes, 0))
         return {"bytes": size_bytes}
 
     return turn
@@ -398,7 +411,7 @@ def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool
     jax.config.update("jax_enable_compilation_cache", cached)
     config, phase = _phase(size, tokens, sequences, batch)
     mesh = sharding.make_mesh(config.mesh)
-    _, shapes = state_lib.initial_state(config, phase, mesh)
+    _, shapes = step_lib.initial_state(config, phase, mesh)
 
     def turn():
         jax.clear_caches()  # not timed
@@ -479,8 +492,165 @@ def host(steps: int) -> Turn:
     return turn
 
 
-@functools.cache
-def rows_a_second(flops: float) -> float:
-    """Return the packed rows of T=128 per second that base processes on a dedicated chip."""
-    _, phase = _phase("base", 128, 4, 8)
-    return flops / phase.objective.flops_per_row
+# --- Object storage -------------------------------------------------------------------------------
+
+
+def _storage(scheme: str) -> str:
+    """Return a folder or the URL of a local server ("gs" or "s3"); sets the variables it needs."""
+    folder = data.scratch()
+    if not scheme:
+        return str(folder)
+    sys.path.insert(0, str(data.ROOT))
+    from tests.helpers.objects import serve
+
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    server = stack.enter_context(serve(scheme, str(folder)))
+    os.environ.update(server.environment)
+    os.environ["BERT_JAX_STORAGE_CACHE"] = str(data.scratch())
+    return server.url
+
+
+def _stored_rows(root: str) -> str:
+    """Copy rows of T=64 to a folder or a server, and return where they are."""
+    local = data.rows(64, 2)
+    if "://" not in root:
+        return str(local)
+    paths = [path for path in local.iterdir() if path.is_file() and path.name != "lock"]
+    storage.upload(paths, [f"{root}/rows/{path.name}" for path in paths])
+    return f"{root}/rows"
+
+
+def storage_read(scheme: str, cached: bool) -> Turn:
+    """Read random batches of rows from a local disk or a local server of object storage.
+
+    Args:
+        scheme: "", "gs" or "s3".
+        cached: wait until the rows have been copied, instead of reading each by a request.
+    """
+    os.environ["BERT_JAX_STORAGE_CACHE_GB"] = str(int(cached))
+    train_rows, numbers = Rows(_stored_rows(_storage(scheme)), "train"), itertools.count()
+    while cached and not train_rows.is_local:
+        time.sleep(0.05)
+
+    def turn():
+        order = np.random.default_rng(next(numbers)).permutation(len(train_rows))[: 256 * 40]
+        for start in range(0, len(order), 256):
+            train_rows.read(order[start : start + 256])
+        return {"rows": len(order)}
+
+    return turn
+
+
+def storage_save(scheme: str, steps: int) -> Turn:
+    """Pretrain a tiny model that saves every 100 steps to a local disk or a local server."""
+    root, numbers = _storage(scheme), itertools.count()
+    rows_folder = _stored_rows(root)
+
+    def turn():
+        out = f"{root}/run{next(numbers)}"
+        changes = (
+            f"steps={steps} batch_size=16 checkpoint.every_steps=100 log_every_steps=10 "
+            f"optim.warmup_steps=1 evaluate_every_steps={steps} evaluate_rows=16"
+        )
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "bert_jax",
+                "pretrain",
+                "--rows",
+                rows_folder,
+                "--workdir",
+                out,
+            ),
+            *("--config", "configs/pretrain.py:L2-H64-A1,64"),
+            *(f"--config.{change}" for change in changes.split()),
+        ]
+        subprocess.run(command, check=True, cwd=data.ROOT, stdout=sys.stderr)
+        lines = pathlib.Path(storage.local(f"{out}/speed.jsonl")).read_text().splitlines()
+        logged = [json.loads(line) for line in lines][2:]  # without steps that compile
+        return {"steps": 10 * len(logged), "seconds": sum(line["seconds"] for line in logged)}
+
+    return turn
+
+
+# --- muP ------------------------------------------------------------------------------------------
+
+
+def mup(hidden: int, base: int) -> Turn:
+    """Measure how activations change in five AdamW steps on random tokens, with a new seed each turn.
+
+    Args:
+        hidden: hidden size of a model of two layers.
+        base: `base_hidden` of muP; 0 for the standard parametrization.
+    """
+    _start()
+    model = ModelConfig(
+        layers=2, hidden=hidden, heads=hidden // 32, feed_forward=4 * hidden, vocab_size=1_000,
+        positions=32, dropout=0.0, attention_dropout=0.0, next_sentence=False, base_hidden=base,
+    )  # fmt: skip
+    settings = OptimConfig(optimizer="adamw", learning_rate=5e-3, warmup_steps=0, clip_norm=0.0)
+    optimizer = optim.make_optimizer(Config(model=model, optim=settings, steps=1_000))
+    whole = jnp.full((16, 1), 32)
+    layout, positions = rows.layout(whole, whole, 32), jnp.tile(jnp.arange(32), (16, 1))
+    bert, seeds = Bert(model), itertools.count()
+
+    @jax.jit
+    def step(params, state, tokens, labels):
+        def loss(params):
+            logits = bert.apply({"params": params}, tokens, layout, positions)[0]
+            return losses.cross_entropy(logits, labels, jnp.ones(labels.shape))[0] / labels.size
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def activations(params, tokens):
+        states = bert.apply({"params": params}, tokens, layout, method="hidden_states")
+        return *states, bert.apply({"params": params}, tokens, layout, positions)[0]
+
+    def turn():
+        seed = next(seeds)
+        rng = np.random.default_rng(seed)
+        tokens, labels = (jnp.asarray(rng.integers(0, 1_000, (16, 32))) for _ in range(2))
+        params = init_params(model, jax.random.key(seed))
+        state, first, changes = optimizer.init(params), activations(params, tokens), []
+        for _ in range(5):
+            params, state = step(params, state, tokens, labels)
+            pairs = zip(activations(params, tokens), first, strict=True)
+            changes.append([float(jnp.sqrt(jnp.mean((a - b) ** 2))) for a, b in pairs])
+        return {"changes": changes}
+
+    return turn
+
+
+# --- TPUs -----------------------------------------------------------------------------------------
+
+
+def tpu(model: str, tokens: int, topology: str) -> Turn:
+    """Compile the paper's training step for a slice of TPUs by `bert-jax preflight`, without a TPU.
+
+    In bfloat16 with scanned layers, one sequence in a row and data parallelism; above 256 chips several share
+    a row. A step that does not fit is compiled again with the change that preflight suggests.
+    """
+    device.start("cpu", cache=False)
+    on_slice, change = preflight.parse_topology(topology), ""
+    changes = [
+        f"model.vocab_size={pretraining.DEFAULT_VOCAB_SIZE}",
+        f"mesh.tensor={max(on_slice.chips // 256, 1)}",
+        *("model.vocab_multiple=128", "model.dtype=bfloat16", "model.layer_loop=scanned"),
+    ]
+    while True:
+        more = change.replace("--config.", "").split()
+        config = data.pretraining(model, tokens, 256, [*changes, *more])
+        try:
+            report = preflight.preflight(config, on_slice)
+        except preflight.NotCompiled as error:
+            report = {"fits": False, "why": str(error)}
+            break
+        suggestion = report["phases"][0]["would_fit"]
+        if report["fits"] or change or not suggestion:
+            break
+        change = suggestion["arguments"]
+    return lambda: {"change": change, "report": report}

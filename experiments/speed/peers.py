@@ -215,7 +215,7 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
     """Run training steps of transformers' Trainer on the same examples, padded to the longest of a batch.
 
     Args:
-        name: name of a data set of experiments/paper/more.
+        name: name of a data set, as in `data.finetuning`.
         steps: steps per turn, not counting a first one that is not timed.
         grouped: group examples by length as train_sampling_strategy="group_by_length" does, which
             changes the composition of batches; a turn takes batches evenly from 50 sorted by length.
@@ -233,7 +233,7 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
     span = dataset.head == "span"
     kind = "AutoModelForQuestionAnswering" if span else "AutoModelForSequenceClassification"
     options = {} if span else {"num_labels": len(dataset.labels)}
-    folder = data.finetuning().minilm()
+    folder = data.recipes.minilm()
     model = getattr(transformers, kind).from_pretrained(folder, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     lengths = examples.lengths().tolist()
@@ -331,7 +331,7 @@ def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
     torch = _torch()
     import transformers
 
-    folder = data.finetuning().minilm()
+    folder = data.recipes.minilm()
     model = transformers.BertModel.from_pretrained(folder, attn_implementation="sdpa").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 

@@ -16,10 +16,9 @@ import sys
 import tempfile
 import time
 
-import report
-
 from bert_jax.runs import workdir
 from bert_jax.storage import files
+from bert_jax.tools.sweep import experiment, module_of
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -67,9 +66,10 @@ def main() -> None:
         timed([".venv/bin/bert-jax", *curve], clone, {})
     with (HERE / "quickstart.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    report.write()
+    experiment.write_readme(HERE)
+    pages = module_of(HERE.parent / "pages.py")
     path, block = ROOT / "README.md", ["```text", *answers(clone, output), "```"]
-    files.write(path, report.with_block(path.read_text(), "quickstart", block))
+    files.write(path, pages.with_block(path.read_text(), "quickstart", block))
 
 
 if __name__ == "__main__":

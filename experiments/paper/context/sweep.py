@@ -6,7 +6,6 @@ import recipes
 
 from bert_jax.storage import files
 from bert_jax.tools.sweep import SCALES, Point
-from bert_jax.tools.sweep.experiment import Runs
 
 WORDS = ("right", "bank", "spring")
 
@@ -93,5 +92,4 @@ def get_blocks(results):
     for scale in SCALES:
         blocks[scale] = recipes.At(scale, Layers())
         blocks[f"{scale}_picture"] = recipes.At(scale, Picture(f"{scale}.svg"))
-        blocks[f"{scale}_runs"] = recipes.At(scale, Runs())
     return blocks

@@ -64,7 +64,8 @@ def get_blocks(results):
         ]
 
     dev, test = Column("dev.f1"), Column("test.f1")
-    return recipes.page(
+    blocks = recipes.page(
         small=table_and_claims("small", {"dev": dev}, recipes.PRETRAINED, recipes.RANDOM),
         paper=table_and_claims("paper", {"dev": dev, "test": test}, "base", "large"),
     )
+    return blocks | {"larger": recipes.Larger({"WNUT-17, F1 on dev": "wnut17"})}

@@ -2,11 +2,14 @@
 
 import pathlib
 
-from bert_jax.tools.sweep import Point, module_of
+import models
+
+from bert_jax.errors import UserError
+from bert_jax.storage import files
+from bert_jax.tools.sweep import Point
 from bert_jax.tools.sweep.experiment import Column, Table
 
-recipes = module_of(pathlib.Path(__file__).parents[2] / "paper" / "recipes.py")
-subset = module_of(pathlib.Path(__file__).with_name("subset.py"))
+recipes = models.recipes
 SIZES = {"small": ("L4-H128-A2", "L4-H256-A4"), "paper": ("base",)}
 SMALL = {"model.next_sentence": "false"}
 RATES = {"L4-H128-A2": 2e-3, "L4-H256-A4": 1e-3}  # 2e-3 is too high for the wider model (table 6)
@@ -23,33 +26,38 @@ RECIPE = {
     "evaluate_every_steps": 500,
     "checkpoint.every_steps": 500,
 }
-COLUMNS = {
-    "nats per piece": Column("per_piece", factor=1.0, digits=2),
-    "per word": Column("per_word", factor=1.0, digits=2),
-    "per byte": Column("per_byte", factor=1.0, digits=3),
-    "pieces per word": Column("pieces_per_word", factor=1.0, digits=2),
-}
+COLUMNS = models.LOSSES | {"pieces per word": Column("pieces_per_word", factor=1.0, digits=2)}
+
+
+def texts(data):
+    """Return the sources of text, whose files have the checksums of files.tsv if DATA exists."""
+    sources = []
+    for line in pathlib.Path(__file__).with_name("files.tsv").read_text().splitlines():
+        sha256, _, _, name = line.split("\t")
+        path = data / "text" / name
+        if data.is_dir() and not (path.is_file() and files.sha256(str(path)) == sha256):
+            raise UserError(f"{path} is not the file of files.tsv: put that file there")
+        sources.append(f"{'books:' if 'books/' in name else ''}{path}")
+    return sources
 
 
 def get_points(args):
     """Return the pretraining of each size on the subset, and its held-out losses."""
-    if args.data.is_dir():
-        subset.check(args.data)
-    texts, small = subset.sources(args.data), args.scale == "small"
-    vocabulary = Point("vocab10M", ("vocab", "--size", 8_192 if small else 30_522, *texts))
+    sources, small = texts(args.data), args.scale == "small"
+    vocabulary = Point("vocab10M", ("vocab", "--size", 8_192 if small else 30_522, *sources))
     lengths = recipes.SMALL_LENGTHS if small else {512: 1}
 
     def rows(tokens):
         shape = ("--tokens", tokens, "--sequences", max(tokens // 32, 1), "--pairs", "none")
-        command = ("prepare", "--vocab", vocabulary, *shape, "--heldout-fraction", 0.02, *texts)
+        command = ("prepare", "--vocab", vocabulary, *shape, "--heldout-fraction", 0.02, *sources)
         return Point(f"rows{tokens}-10M", command)
 
     folders = [rows(tokens) for tokens in lengths]
     for size in SIZES[args.scale]:
         changes = SMALL | {"optim.learning_rate": RATES[size]} if small else RECIPE
         model = recipes.pretrained(args, size, size, changes, lengths, folders)
-        script = ("python", "experiments/pretraining/miniberta/measure.py", "--init", model)
-        yield Point(f"{size}/losses", (*script, "--rows", folders[-1]), {"of": size})
+        command = (*models.MEASURE, model, "--rows", folders[-1])
+        yield Point(f"{size}/losses", command, {"of": size})
 
 
 def get_blocks(results):

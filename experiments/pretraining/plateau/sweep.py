@@ -6,12 +6,13 @@ length of rows or in one hyperparameter.
 """
 
 import dataclasses
-import pathlib
 
-from bert_jax.tools.sweep import Point, module_of
+import models
+
+from bert_jax.tools.sweep import Point
 from bert_jax.tools.sweep.experiment import Curves
 
-recipes = module_of(pathlib.Path(__file__).parents[2] / "paper" / "recipes.py")
+recipes = models.recipes
 STEPS = 3_000
 LENGTHS = (8, 16, 32, 64, 128)
 # Lengths with their shares of the steps.

@@ -2,7 +2,6 @@
 
 import pathlib
 
-from bert_jax.errors import UserError
 from bert_jax.tools.sweep import module_of
 from bert_jax.tools.sweep.experiment import Column, Curves, Table
 
@@ -16,8 +15,7 @@ BATCH = {SINGLE: 23, PACKED: 18}
 
 def get_points(args):
     """Return two runs with about the same number of sequences per step."""
-    if args.scale != "small":
-        raise UserError(f"--scale {args.scale}: this experiment has only a small scale")
+    recipes.only_small(args)
     for label, sequences in ((SINGLE, 1), (PACKED, 8)):
         # Random sequence lengths, since nine in ten sequences fill a row by default.
         rows = recipes.rows(

