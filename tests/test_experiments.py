@@ -16,8 +16,11 @@ from bert_jax.tools.sweep import SCALES, SweepArgs, experiment
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
 PAGES = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.rglob("sweep.py"))
 NAMES = [name for name in PAGES if "def get_points" in (ROOT / name / "sweep.py").read_text()]
-SMALL_ONLY = ("paper/more", "pretraining/base", "pretraining/mini", "speed/packing")
-AT_SCALES = sorted({*itertools.product(NAMES, SCALES)} - {(name, "paper") for name in SMALL_ONLY})
+NO_SCALE = {
+    *itertools.product(("paper/more", "pretraining/base", "pretraining/mini"), ["paper"]),
+    *(("speed/packing", "paper"), ("paper/table3", "small"), ("paper/table4", "small")),
+}
+AT_SCALES = sorted({*itertools.product(NAMES, SCALES)} - NO_SCALE)
 DATA = pathlib.Path("/nowhere/data")
 
 

@@ -17,25 +17,21 @@ squad/                                  train-v1.1.rebuilt.json.gz, dev-v1.1.jso
 ner/                                    wnut17train.conll.gz, emerging.dev.conll.gz (WNUT-17)
 intent/                                 banking77_train.csv.gz, banking77_test.csv.gz
 
-Substitutes for tasks of the paper that are not available at this scale are derived from these:
+Its SQuAD is a sample of the paragraphs:
 
-    python experiments/paper/recipes.py squad1 DATA --out FOLDER      a sample of SQuAD 1.1's paragraphs
-    python experiments/paper/recipes.py squad2 DATA --out FOLDER      the sample with unanswerable questions
-    python experiments/paper/recipes.py endings DATA --out FOLDER     multiple choice: which of four sentences comes next
+    python experiments/paper/recipes.py DATA --out FOLDER
 """
 
 import argparse
-import csv
 import dataclasses
 import gzip
 import importlib.util
 import itertools
 import json
 import pathlib
-import random
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.errors import UserError
@@ -77,10 +73,10 @@ _PAPER = {
 CAUSAL = {"model.causal": "true", "model.next_sentence": "false", "masking.rate": 0.15}
 
 
-def only_small(args: SweepArgs) -> None:
-    """Raise `UserError` at the paper scale."""
-    if args.scale != "small":
-        raise UserError(f"--scale {args.scale}: this experiment has only a small scale")
+def only(args: SweepArgs, scale: str) -> None:
+    """Raise `UserError` at another scale."""
+    if args.scale != scale:
+        raise UserError(f"--scale {args.scale}: this experiment has only the scale {scale}")
 
 
 def steps(args: SweepArgs) -> int:
@@ -247,14 +243,14 @@ class Task(NamedTuple):
         config: config file with its argument.
         options: more options, with {data} for the folder of the data.
         settings: config overrides of the task.
-        made: name of the derived data set, or "".
+        sample: whether its data are a sample, written by `squad1`.
     """
 
     metric: str
     config: str
     options: tuple[str, ...] = ()
     settings: Mapping[str, Any] = {}
-    made: str = ""
+    sample: bool = False
 
 
 def _glue(name: str, metric: str = "dev.accuracy", *options: str, **changes: Any) -> Task:
@@ -286,9 +282,7 @@ TASKS: dict[str, dict[str, Task]] = {
             _WNUT17,
             {"task.tokens": 64, "batch_size": 16, "epochs": 4},
         ),
-        "SQuAD": Task("dev.f1", "configs/squad.py:1", (), {"epochs": 2}, "squad1"),
-        "SQuAD 2.0": Task("dev.f1", "configs/squad.py:2", (), {"epochs": 2}, "squad2"),
-        "SWAG": Task("dev.accuracy", "configs/swag.py", (), {"epochs": 2}, "endings"),
+        "SQuAD": Task("dev.f1", "configs/squad.py:1", (), {"epochs": 2}, sample=True),
     },
     "paper": {
         "MNLI": _glue("mnli"),
@@ -384,8 +378,9 @@ def finetuned(
         rate = 5e-5 if args.init else 3e-4
         defaults = {"optim.learning_rate": rate, "evaluate_every_steps": 1_000_000}
     options = [option.format(data=args.data) for option in spec.options]
-    if spec.made:
-        options += ["--data", made(args, spec.made)]
+    if spec.sample:
+        script = ("python", "experiments/paper/recipes.py", args.data)
+        options += ["--data", Point("squad1", script)]
     seeds = args.seeds or (5 if args.scale == "paper" else 3)
     overrides = defaults | dict(spec.settings) | (changes or {})
     if seed is not None and len(pretraining_seeds(args)) > 1:
@@ -393,11 +388,6 @@ def finetuned(
     command = ("finetune", "--config", spec.config, *options, *start, "--seeds", seeds)
     name = "/".join(filter(None, (label, task, more)))
     return _point(name, (*command, *settings(overrides)), seed, model=label, task=task, **facts)
-
-
-def made(args: SweepArgs, name: str) -> Point:
-    """Return the point that derives a data set with this file."""
-    return Point(name, ("python", "experiments/paper/recipes.py", name, args.data))
 
 
 # --- Pages ----------------------------------------------------------------------------------------
@@ -554,113 +544,31 @@ def comparison(
 # Take one in this many paragraphs of SQuAD: all of it takes hours on two cores.
 _SQUAD_STRIDE = {"train": 24, "dev": 8}
 _SQUAD_FILES = {"train": "train-v1.1.rebuilt", "dev": "dev-v1.1"}
-_CHOICES, _ENDINGS = 4, {"train": 4_000, "val": 2_000}
 
 
 def squad1(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
     """Write a sample of SQuAD 1.1's paragraphs, and return the number of questions by split."""
-    return _squad(data, out, "1.1")
-
-
-def squad2(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
-    """Write the sample with every third question moved to a paragraph that does not answer it."""
-    return _squad(data, out, "2.0")
-
-
-def _squad(data: pathlib.Path, out: pathlib.Path, version: str) -> dict[str, int]:
     counts = {}
     for split, name in _SQUAD_FILES.items():
         with gzip.open(data / "squad" / f"{name}.json.gz") as file:
             squad = json.load(file)
-        positions, number, counts[split] = itertools.count(), itertools.count(), 0
+        positions, counts[split] = itertools.count(), 0
         for article in squad["data"]:
             stride, paragraphs = _SQUAD_STRIDE[split], article["paragraphs"]
-            selected = [i for i in range(len(paragraphs)) if next(positions) % stride == 0]
-            article["paragraphs"] = [
-                paragraph
-                for i in selected
-                for paragraph in (
-                    [paragraphs[i]] if version == "1.1" else _unanswerable(paragraphs, i, number)
-                )
-            ]
+            article["paragraphs"] = [p for p in paragraphs if next(positions) % stride == 0]
             counts[split] += sum(len(p["qas"]) for p in article["paragraphs"])
-        squad["version"] = version
-        (out / f"{split}-v{version}.json").write_text(json.dumps(squad))
+        (out / f"{split}-v1.1.json").write_text(json.dumps(squad))
     return counts
-
-
-def _unanswerable(
-    paragraphs: Sequence[dict[str, Any]], i: int, number: Iterator[int]
-) -> list[dict[str, Any]]:
-    """Return a paragraph with two thirds of its questions, and its neighbor with the other third.
-
-    The neighbor is from the same article. Questions whose answer occurs in it are not moved.
-    """
-    neighbor = paragraphs[(i + 1) % len(paragraphs)]["context"]
-    answered, moved = [], []
-    for question in paragraphs[i]["qas"]:
-        absent = all(answer["text"] not in neighbor for answer in question["answers"])
-        if next(number) % 3 == 0 and absent:
-            moved.append({**question, "answers": [], "is_impossible": True})
-        else:
-            answered.append({**question, "is_impossible": False})
-    pair = [{**paragraphs[i], "qas": answered}, {"context": neighbor, "qas": moved}]
-    return [paragraph for paragraph in pair if paragraph["qas"]]
-
-
-def endings(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
-    """Write questions in SWAG's format: which of four sentences of an article follows a given one.
-
-    Train and val use different articles. Returns the number of questions by split.
-    """
-    rng, questions = random.Random(0), []
-    for path in sorted((data / "text" / "wikipedia").glob("*.gz")):
-        with gzip.open(path, "rt") as file:
-            text = file.read()
-        for article in text.split("</doc>"):
-            lines = [line for line in article.splitlines() if line.endswith(".")]
-            paragraphs = [re.split(r"(?<=[.!?]) (?=[A-Z])", line) for line in lines]
-            every = [sentence for each in paragraphs for sentence in each if _fits(sentence)]
-            pairs = [
-                pair
-                for each in paragraphs
-                for pair in itertools.pairwise(each)
-                if all(map(_fits, pair))
-            ]
-            if len(every) < 4 * _CHOICES or len(pairs) < 4:
-                continue
-            for first, second in rng.sample(pairs, 4):
-                others = [sentence for sentence in every if sentence not in (first, second)]
-                questions.append((first, second, rng.sample(others, _CHOICES - 1)))
-    counts, start = {}, 0
-    for split, size in _ENDINGS.items():
-        selected = questions[start : start + size]
-        start += size
-        counts[split] = len(selected)
-        with open(out / f"{split}.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["sent1", "sent2", *(f"ending{i}" for i in range(_CHOICES)), "label"])
-            for first, second, others in selected:
-                label = rng.randrange(_CHOICES)
-                writer.writerow([first, "", *others[:label], second, *others[label:], label])
-    return counts
-
-
-def _fits(sentence: str) -> bool:
-    return 30 <= len(sentence) <= 200
 
 
 def main() -> None:
-    """Write a derived data set, and the number of its questions to metrics.json."""
+    """Write the sample of SQuAD, and the number of its questions to metrics.json."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", choices=("squad1", "squad2", "endings"))
     parser.add_argument("data", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    make = {"squad1": squad1, "squad2": squad2, "endings": endings}[options.name]
-    counts = make(options.data, options.out)
-    (options.out / "metrics.json").write_text(json.dumps(counts))
+    (options.out / "metrics.json").write_text(json.dumps(squad1(options.data, options.out)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def points(args, name, lengths, settings, pairs=200):
         settings: the command's config and its changes.
         pairs: pairs of each paradigm of BLiMP and Zorro.
     """
-    recipes.only_small(args)
+    recipes.only(args, "small")
     rows = [rows for rows in recipes.single_rows(args) if rows.options["--tokens"] in lengths]
     folders = [part for point in rows for part in ("--rows", point)]
     model = Point(name, ("pretrain", *settings, *folders), {"model": name})

@@ -178,22 +178,6 @@ def fine_tuning() -> Iterator[Row]:
         )
 
 
-def speeds() -> Iterator[Row]:
-    """Speed compared with other implementations."""
-    speed = pages.module("speed")
-    lines = speed.recorded()
-    for comparison in speed.FRONT:
-        line, times = speed.speed_up(lines, comparison)
-        ours = f"{times:.2g}x" if times < 1 else f"{times:.1f}x"
-        yield Row(
-            f"speed, {comparison.workload}",
-            NOT_RUN if line is None else ours,
-            comparison.baseline,
-            "" if line is None else cores(line),
-            "speed",
-        )
-
-
 def paper() -> Iterator[Row]:
     """Comparisons between models, by experiment and scale."""
     for path in sorted(EXPERIMENTS.glob("*/*/sweep.py")):
@@ -218,23 +202,6 @@ def paper() -> Iterator[Row]:
                 "Devlin et al. 2018" if name.startswith("paper/") else "",
                 cores(runs[0]) if is_run and "cores" in runs[0] else "",
                 name,
-            )
-
-
-def miniberta() -> Iterator[Row]:
-    """Masked LM on ten million words."""
-    folder = EXPERIMENTS / "pretraining" / "miniberta"
-    results = current(Results(folder).read())
-    for scale, sizes in sweep.module_of(folder / "sweep.py").SIZES.items():
-        for size in sizes:
-            runs = [r for r in results if r["scale"] == scale and r["facts"].get("of") == size]
-            losses = "{per_piece:.2f} nats per piece, {per_word:.2f} per word"
-            yield Row(
-                f"{size} on 10M words, held-out masked-LM loss",
-                losses.format(**runs[-1]["metrics"]) if runs else NOT_RUN,
-                "roberta-base-10M: 2.38 nats per BPE token (Zhang et al. 2020)",
-                cores(runs[-1]) if runs else "",
-                "pretraining/miniberta",
             )
 
 
@@ -269,7 +236,7 @@ def reliability() -> Iterator[Row]:
     yield Row("mutants killed by tests", ours, "", cpu, "reliability")
 
 
-GROUPS = (learning, gpu, fine_tuning, speeds, paper, miniberta, reliability)
+GROUPS = (learning, gpu, fine_tuning, paper, reliability)
 HEAD = ("claim", "bert_jax", "reference", "hardware", "page")
 
 
@@ -285,7 +252,8 @@ def claims() -> list[str]:
     for group in GROUPS:
         title = (group.__doc__ or "").rstrip(".")
         lines += ["", f"## {title}", "", *pages.table(HEAD, [row.cells("..") for row in group()])]
-    return lines[1:]
+    title = "## Speed on CPUs compared with other implementations"
+    return [*lines[1:], "", title, "", *pages.module("speed").summary()]
 
 
 def get_blocks(results) -> dict[str, Lines]:

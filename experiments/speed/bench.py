@@ -175,7 +175,6 @@ def keep(new: list[dict[str, Any]], finished: bool) -> None:
     if not finished and len(new[0]["seconds"]) < max(old, default=0):
         return
     lines = [line for line in before if line["case"] != case] + new
-    lines.sort(key=lambda line: list(CASES).index(line["case"]))
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
     experiment.write_readme(HERE)
 

@@ -31,10 +31,8 @@ class Case(NamedTuple):
 
 def quick(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a minimal turn, for a smoke test."""
-    limits = {"steps": 2, "batch": 2, "texts": 30, "files": 4}
+    limits = {"steps": 2, "batch": 2, "texts": 30}
     reduced = {k: min(v, limits[k]) if k in limits else v for k, v in settings.items()}
-    if "devices" in reduced:  # a batch is divided among them
-        reduced["batch"] = max(reduced["batch"], reduced["devices"])
     if reduced.get("size") in ("mini", "base"):
         reduced["size"] = "tiny"
     return reduced
@@ -94,10 +92,6 @@ def _mini(**changes: Any) -> Contender:
 
 def _settings(**changes: Any) -> Contender:
     return _mini(change=[f"model.{key}={value}" for key, value in changes.items()])
-
-
-def _wide(hidden: int) -> Contender:
-    return _settings(hidden=hidden, heads=hidden // 64, feed_forward=4 * hidden)
 
 
 # The coordinate check of muP: hidden sizes, and what is measured at each.
@@ -226,13 +220,6 @@ CASES = {
             "torch.compile, cold": _start(compiled=True, cached=False),
         },
     ),
-    "compile": Case(
-        "seconds",
-        {
-            "cached": Contender("ours:compilation", {**BASE, "cached": True}),
-            "cold": Contender("ours:compilation", {**BASE, "cached": False}),
-        },
-    ),
     "help": Case(
         "seconds",
         {
@@ -251,7 +238,6 @@ CASES = {
             "trainer": Contender("peers:host", {"steps": 500}),
         },
     ),
-    "guard": Case("steps", {"guarded": _mini(), "not guarded": _mini(guarded=False)}),
     "memory": Case("steps", {"kept": _mini(), "given back": _mini(keeps_memory=False)}),
     "products": Case("steps", {"Eigen": _mini(), "YNNPACK": _mini(fast_products=False)}),
     "layers": Case("steps", {name: _settings(layer_loop=name) for name in ("unrolled", "scanned")}),
@@ -270,23 +256,6 @@ CASES = {
             "gelu_tanh": _settings(activation="gelu_tanh"),
         },
     ),
-    "profile": Case(
-        "steps",
-        {
-            "mini": Contender("ours:profile", {**MINI, "steps": 8}),
-            "base": Contender("ours:profile", {**BASE, "steps": 2}),
-        },
-    ),
-    # Contenders of these cases are named by the size that is varied.
-    "grow-batch": Case("steps", {str(128 * n): _mini(batch=n) for n in (4, 8, 16, 32, 64)}),
-    "grow-layers": Case("steps", {str(n): _settings(layers=n) for n in (1, 2, 4, 8, 12)}),
-    "grow-hidden": Case("steps", {str(n): _wide(n) for n in (64, 128, 256, 512, 768)}),
-    "grow-tokens": Case(
-        "steps",
-        {str(t): _mini(tokens=t, sequences=s, batch=2048 // t) for t, s in SEQUENCES.items()},
-    ),
-    "grow-devices": Case("steps", {str(n): _mini(devices=n) for n in (1, 2, 4, 8)}),
-    "grow-corpus": Case("steps", {str(n): _mini(files=n) for n in (1, 4, 16, 64)}),
     "mup": Case(
         "seconds",
         {

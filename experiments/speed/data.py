@@ -53,17 +53,17 @@ def vocabulary() -> pathlib.Path:
     return data_folder() / "vocab" / "bert-base-uncased-vocab.txt"
 
 
-def sources(files: int) -> list[str]:
-    """Return the sources of `files` files of Wikipedia, and of half as many novels."""
+def sources() -> list[str]:
+    """Return the sources of eight files of Wikipedia, and of four novels."""
     text = data_folder() / "text"
     articles, novels = (sorted((text / name).iterdir()) for name in ("wikipedia", "books"))
-    return [*map(str, articles[:files]), *(f"books:{path}" for path in novels[: files // 2])]
+    return [*map(str, articles[:8]), *(f"books:{path}" for path in novels[:4])]
 
 
-def rows(tokens: int, sequences: int, files: int = 8) -> pathlib.Path:
+def rows(tokens: int, sequences: int) -> pathlib.Path:
     """Return a folder of rows, which is prepared if it does not exist."""
-    folder = WORK / f"rows-{tokens}-{sequences}-{files}"
-    prepare.prepare(sources(files), vocabulary(), folder, tokens=tokens, sequences=sequences)
+    folder = WORK / f"rows-{tokens}-{sequences}"
+    prepare.prepare(sources(), vocabulary(), folder, tokens=tokens, sequences=sequences)
     return folder
 
 
@@ -83,14 +83,14 @@ def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) 
     return flags.load([file, *(f"--config.{each}" for each in changes)])
 
 
-def articles(files: int = 8) -> pathlib.Path:
-    """Return a file with the text of `files` files of Wikipedia as JSON Lines."""
-    path = WORK / f"articles-{files}.jsonl"
+def articles() -> pathlib.Path:
+    """Return a file with the text of eight files of Wikipedia as JSON Lines."""
+    path = WORK / "articles.jsonl"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".beside")
         with beside.open("w") as file:
-            for name in sources(files)[:files]:
+            for name in sources()[:8]:
                 for document in corpus.read(corpus.parse_source(name), corpus.Report()):
                     file.write(json.dumps({"text": document.text}) + "\n")
         beside.replace(path)

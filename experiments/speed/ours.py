@@ -47,14 +47,13 @@ from bert_jax.runtime import device, sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tasks.load import load_dataset
 from bert_jax.tools import preflight
-from bert_jax.training import guard, optim
+from bert_jax.training import optim
 from bert_jax.training import step as step_lib
 
 Turn = Callable[[], dict[str, Any]]
 
 
-def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = True) -> None:
-    jax.config.update("jax_num_cpu_devices", devices)
+def _start(keeps_memory: bool = True, fast_products: bool = True) -> None:
     if not keeps_memory:
         device.retain_freed_memory = lambda: None
     if not fast_products:
@@ -78,11 +77,6 @@ def _padded(batch: Batch) -> int:
     return batch["tokens"].size
 
 
-def _skip_check(config, recent, step, loss, grads):
-    """Accept every step, in place of `guard.check_step`."""
-    return recent, guard.StepStats(jnp.array(False), jnp.array(False), jnp.zeros(2), {})
-
-
 def pretrain(
     size: str,
     tokens: int,
@@ -90,9 +84,6 @@ def pretrain(
     batch: int,
     steps: int,
     change: Sequence[str] = (),
-    files: int = 8,
-    devices: int = 1,
-    guarded: bool = True,
     keeps_memory: bool = True,
     fast_products: bool = True,
     saves: bool = False,
@@ -106,21 +97,16 @@ def pretrain(
         batch: rows per step.
         steps: steps per turn.
         change: config overrides, KEY=VALUE.
-        files: number of text files that the rows are prepared from.
-        devices: number of virtual devices on the same cores.
-        guarded: whether the guard checks every step.
         keeps_memory: whether glibc retains freed memory.
         fast_products: compute matrix products with Eigen instead of YNNPACK, JAX's default.
         saves: save the state at the start of a turn, and wait for the save at its end.
         erfc: compute GELU by the complementary error function, as jax.nn does.
     """
-    _start(devices, keeps_memory, fast_products)
-    if not guarded:
-        guard.check_step = _skip_check
+    _start(keeps_memory, fast_products)
     if erfc:
         layers.ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
     config = data.pretraining(size, tokens, batch, change)
-    config.phases[0].rows = str(data.rows(tokens, sequences, files))
+    config.phases[0].rows = str(data.rows(tokens, sequences))
     config, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(config.mesh)
     init, shapes = step_lib.initial_state(config, phase, mesh)
@@ -368,56 +354,6 @@ def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> T
             process.send_signal(signal.SIGKILL)
             process.wait()
         return {"seconds": seconds}
-
-    return turn
-
-
-def profile(size: str, tokens: int, sequences: int, batch: int, steps: int) -> Turn:
-    """Profile steps of `bert-jax pretrain` after warm-up, with `bert_jax.tools.profile`.
-
-    Args:
-        size, tokens, sequences, batch: as in `pretrain`.
-        steps: steps per turn.
-    """
-    folder, first = data.rows(tokens, sequences), 4
-
-    def turn():
-        with data.temporary() as temporary:
-            out = pathlib.Path(temporary) / "run"
-            command = [
-                *(sys.executable, "-m", "bert_jax", "pretrain", "--rows", folder, "--workdir", out),
-                *(f"--config={data.ROOT}/configs/pretrain.py:{size},{tokens}", "--config.platform=cpu"),
-                *(f"--config.batch_size={batch}", f"--config.evaluate_rows={batch}"),
-                # One step more than is traced, since a run evaluates and saves after its last step.
-                *(f"--config.steps={first + steps + 1}", "--config.optim.warmup_steps=1"),
-                f"--config.profile_steps={first}:{first + steps}",
-            ]  # fmt: skip
-            subprocess.run(list(map(str, command)), check=True, cwd=data.ROOT, stdout=sys.stderr)
-            (path,) = out.glob("profile/*/table.json")
-            table = json.loads(path.read_text())
-        return {"seconds": steps * table["step_seconds"], "steps": steps, "table": table}
-
-    return turn
-
-
-def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> Turn:
-    """Compile the training step.
-
-    Args:
-        size, tokens, sequences, batch: as in `pretrain`.
-        cached: whether to use the cache on disk.
-    """
-    _start()
-    jax.config.update("jax_enable_compilation_cache", cached)
-    config, phase = _phase(size, tokens, sequences, batch)
-    mesh = sharding.make_mesh(config.mesh)
-    _, shapes = step_lib.initial_state(config, phase, mesh)
-
-    def turn():
-        jax.clear_caches()  # not timed
-        begun = time.perf_counter()
-        step_lib.compile_step(config, phase, mesh, shapes)
-        return {"seconds": time.perf_counter() - begun}
 
     return turn
 

@@ -10,7 +10,6 @@ import numpy as np
 import pages
 from pages import Lines, read
 
-from bert_jax.storage import files
 from bert_jax.tools.sweep import module_of
 
 HERE = pathlib.Path(__file__).parent
@@ -34,18 +33,10 @@ BLOCKS = {
     "finetune": [name for name in CASES if name.startswith("finetune-")],
     "embed": ["embed"],
     "input": ["prepare", "loader"],
-    "start": ["start", "compile", "help"],
+    "start": ["start", "help"],
     "disk": ["save", "restore", "stall"],
     "storage": ["storage-read", "storage-save"],
-    "parts": ["host", "guard", "memory", "products", "layers", "dropout", "activation"],
-}
-GROWTH = {
-    "grow-batch": "tokens a step",
-    "grow-layers": "layers",
-    "grow-hidden": "hidden size",
-    "grow-tokens": "T, at 2,048 tokens a step",
-    "grow-devices": "virtual devices on the same cores",
-    "grow-corpus": "files of text",
+    "parts": ["host", "memory", "products", "layers", "dropout", "activation"],
 }
 
 
@@ -200,26 +191,6 @@ def _of(lines: Sequence[Line], case: str, contender: str) -> Line | None:
     return matches[0] if matches else None
 
 
-def parts(lines: Sequence[Line]) -> list[str]:
-    """Return the time of a step by part, as medians over profiles of separate runs."""
-    shown = []
-    for line in lines:
-        if line["case"] != "profile":
-            continue
-        tables = line["table"]
-        step = statistics.median([table["step_seconds"] for table in tables])
-        rows = []
-        for same in zip(*(table["parts"] for table in tables), strict=True):
-            spent = [1e3 * row["seconds"] for row in same]
-            share = statistics.median(
-                [row["seconds"] / t["step_seconds"] for row, t in zip(same, tables, strict=True)]
-            )
-            rows.append((same[0]["part"], spread(spent), f"{share:.1%}"))
-        shown += [f"{line['contender']}: {number(1e3 * step)} ms a step.", ""]
-        shown += [*pages.table((line["contender"], "ms", "share"), rows), ""]
-    return shown[:-1] or ["not run"]
-
-
 def hardware(lines: Sequence[Line]) -> list[str]:
     """Return the machines and versions of the cases."""
     machines = dict.fromkeys(_machine(line) for line in lines if "cores" in line)
@@ -251,37 +222,6 @@ def summary() -> list[str]:
             machine = f"{line['cores']} CPU cores ({line['processor']})"
             rows.append((comparison.workload, comparison.baseline, f"{times:.2g}", machine))
     return pages.table(("workload", "baseline", "speed-up", "hardware"), rows)
-
-
-def growth(lines: Sequence[Line], folder: pathlib.Path) -> list[str]:
-    """Draw the time of a step against the size of an input."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({"svg.hashsalt": "bert_jax"}):
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
-        for axis, (name, label) in zip(figure.subplots(2, 3).flat, GROWTH.items(), strict=True):
-            case_lines = [line for line in lines if line["case"] == name]
-            times = [[1e3 * each for each in cost(line, "steps")] for line in case_lines]
-            x = [int(line["contender"]) for line in case_lines]
-            y = list(map(statistics.median, times))
-            below = [m - min(each) for m, each in zip(y, times, strict=True)]
-            above = [max(each) - m for m, each in zip(y, times, strict=True)]
-            if case_lines:
-                axis.errorbar(x, y, yerr=[below, above], marker="o", ms=3, lw=1, capsize=2)
-                # The slope of time proportional to size.
-                straight = [y[-1] * each / x[-1] for each in x]
-                axis.plot(x, straight, color="gray", lw=0.8, ls=":", label="in proportion")
-                axis.loglog()
-                axis.set_xticks(x, [line["contender"] for line in case_lines])
-                axis.minorticks_off()
-                axis.legend(frameon=False, fontsize="small")
-            axis.set(xlabel=label, ylabel="ms a step")
-            axis.grid(alpha=0.3)
-            axis.spines[["top", "right"]].set_visible(False)
-        with files.atomic_write(folder / "growth.svg") as beside:
-            figure.savefig(beside, format="svg", metadata={"Date": None})
-    return ["![ms a step](growth.svg)", "", *table(lines, list(GROWTH))]
 
 
 def fill(lines: Sequence[Line]) -> list[str]:
@@ -374,13 +314,10 @@ def gpu_section(lines: Sequence[Line]) -> list[str]:
         shown += ["", *pages.table(head, rows)]
     for line in lines:
         if line["kind"] == "profile":
-            what = f"{line['size']}, T={line['tokens']}, {_attention(line)}"
-            traced = {**line, "case": "profile", "contender": what, "table": [line.get("table")]}
-            is_run = "status" not in line
-            shown += [
-                "",
-                *(parts([traced]) if is_run else [f"Profile of {what}: {line['status']}."]),
-            ]
+            what = f"profile of {line['size']}, T={line['tokens']}, {_attention(line)}"
+            parts = line["table"]["parts"] if "status" not in line else []
+            rows = [(part["part"], number(1e3 * part["seconds"])) for part in parts]
+            shown += ["", *pages.table((what, "ms a step"), rows)]
     return shown
 
 
@@ -423,8 +360,6 @@ def get_blocks(results: Sequence[Line]) -> dict[str, Lines]:
     return {
         "hardware": Lines(lambda _: hardware(lines)),
         "fill": Lines(lambda _: fill(lines)),
-        "profile": Lines(lambda _: parts(lines)),
-        "growth": Lines(lambda folder: growth(lines, folder)),
         "mup": Lines(lambda _: coordinates(lines)),
         "slices": Lines(lambda _: slices(lines)),
         "quickstart": Lines(lambda _: quickstart()),

@@ -8,7 +8,6 @@ which depend only on the word and its position. metrics.json has for each word a
 neighbor      share of sentences whose nearest other sentence, by cosine similarity of the word's
               vectors, has the word in the same sense
 silhouette    silhouette score of the senses by cosine distance: 1 separated, 0 not at all
-places        coordinates of each sentence on the first two principal components
 
 and for each word "chance", the mean of `neighbor` in the last layer over a thousand random permutations
 of the senses, and "chance_high", their 95th percentile.
@@ -46,12 +45,7 @@ def measure(vectors: np.ndarray, senses: Sequence[str]) -> dict[str, Any]:
     from sklearn.metrics import silhouette_score
 
     labels = np.unique(senses, return_inverse=True)[1]
-    metrics: dict[str, Any] = {
-        "senses": list(senses),
-        "neighbor": [],
-        "silhouette": [],
-        "places": [],
-    }
+    metrics: dict[str, Any] = {"neighbor": [], "silhouette": []}
     for x in vectors.swapaxes(0, 1).astype(np.float64):
         unit = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
         similarity = unit @ unit.T
@@ -64,12 +58,6 @@ def measure(vectors: np.ndarray, senses: Sequence[str]) -> dict[str, Any]:
         metrics["silhouette"].append(
             float(silhouette_score(distance, labels, metric="precomputed"))
         )
-        centered = unit - unit.mean(0)
-        u, s, _ = np.linalg.svd(centered, full_matrices=False)
-        places = u[:, :2] * s[:2]
-        # The signs of components are arbitrary.
-        places = places * np.where(places[0] < 0, -1, 1)
-        metrics["places"].append(places.round(4).tolist())
     rng = np.random.default_rng(0)
     permutations = [rng.permutation(labels) for _ in range(_PERMUTATIONS)]
     shares = [(permuted[nearest] == permuted).mean() for permuted in permutations]

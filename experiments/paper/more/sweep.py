@@ -9,7 +9,7 @@ COLUMNS = {"Banking77": Column("dev.accuracy", {"task": "Banking77"})}
 
 def get_points(args):
     """Return the fine-tuning of each model."""
-    recipes.only_small(args)
+    recipes.only(args, "small")
     for model, start in recipes.starts(args).items():
         yield recipes.finetuned(args, model, start, "Banking77")
 

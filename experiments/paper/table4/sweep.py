@@ -10,10 +10,12 @@ COLUMNS = {"dev": Column("dev.accuracy")}
 
 def get_points(args):
     """Return the fine-tuning of each model."""
+    recipes.only(args, "paper")
     for model, start in recipes.starts(args).items():
         yield recipes.finetuned(args, model, start, "SWAG")
 
 
 def get_blocks(results):
     """Return the table of accuracy on the dev set."""
-    return recipes.comparison(results, PAPER, COLUMNS, COLUMNS)
+    blocks = recipes.comparison(results, PAPER, COLUMNS, COLUMNS)
+    return {name: block for name, block in blocks.items() if name.startswith("paper")}

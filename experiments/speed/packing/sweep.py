@@ -15,7 +15,7 @@ BATCH = {SINGLE: 23, PACKED: 18}
 
 def get_points(args):
     """Return two runs with about the same number of sequences per step."""
-    recipes.only_small(args)
+    recipes.only(args, "small")
     for label, sequences in ((SINGLE, 1), (PACKED, 8)):
         # Random sequence lengths, since nine in ten sequences fill a row by default.
         rows = recipes.rows(
