@@ -229,8 +229,6 @@ def reliability() -> Iterator[Row]:
         cpu,
         "reliability",
     )
-    attacks = len(read(folder / "attacks.jsonl"))
-    yield Row("fault-injection scenarios passed", f"{attacks} of {attacks}", "", cpu, "reliability")
     mutants = [line for line in read(folder / "mutations.jsonl") if "by" in line]
     ours = f"{sum(line['by'] is not None for line in mutants)} of {len(mutants)}"
     yield Row("mutants killed by tests", ours, "", cpu, "reliability")

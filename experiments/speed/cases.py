@@ -136,8 +136,7 @@ CASES = {
     "embed": Case(
         "texts",
         {
-            "packed": Contender("ours:embed", {"texts": 360, "one_a_row": False}),
-            "padded": Contender("ours:embed", {"texts": 360, "one_a_row": True}),
+            "packed": Contender("ours:embed", {"texts": 360}),
             "transformers": Contender("peers:embed", {"texts": 360, "by_length": False}),
             "sorted": Contender("peers:embed", {"texts": 360, "by_length": True}),
         },

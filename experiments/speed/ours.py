@@ -185,63 +185,19 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     return turn
 
 
-# Of the embedding case: maximum tokens of a text, and tokens per batch.
-EMBED_TOKENS, EMBED_BATCH_TOKENS = 256, 1024
-
-
-def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, int]]:
-    """Return a function that embeds texts with all-MiniLM-L6-v2.
-
-    It returns the vectors, the number of real tokens, and the number of tokens with padding.
-
-    Args:
-        one_a_row: put one text in a row of 256 tokens, instead of using an `Embedder`.
-    """
-    config, vocabulary, params, _ = open_model(str(data.recipes.minilm()))
-    config.embed.tokens = EMBED_TOKENS
-    if not one_a_row:
-        embedder = Embedder(config, vocabulary, params, batch_tokens=EMBED_BATCH_TOKENS)
-
-        def packed(texts):
-            before = dataclasses.replace(embedder.counts)
-            vectors, counts = np.stack(list(embedder(texts))), embedder.counts
-            return vectors, counts.tokens - before.tokens, counts.row_tokens - before.row_tokens
-
-        return packed
-    model, params = Bert(config.model), jax.device_put(params)
-    tokenizer, size = vocabulary.tokenizer(), EMBED_BATCH_TOKENS // EMBED_TOKENS
-
-    @jax.jit
-    def forward(params, tokens, length):
-        layout = rows.layout(length, length, EMBED_TOKENS)
-        hidden = model.apply({"params": params}, tokens, layout, method=Bert.encode)
-        mean = jnp.einsum("bt,btd->bd", (layout.segment_ids == 0) / length, hidden)
-        return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
-
-    def embed(texts):
-        vectors, real, padded = [], 0, 0
-        ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        for start in range(0, len(ids), size):
-            tokens = np.zeros((size, EMBED_TOKENS), np.int32)
-            length = np.ones((size, 1), np.int32)
-            for i, text_ids in enumerate(ids[start : start + size]):
-                text_ids = [vocabulary.cls_id, *text_ids[: EMBED_TOKENS - 2], vocabulary.sep_id]
-                tokens[i, : len(text_ids)], length[i] = text_ids, len(text_ids)
-            vectors.append(forward(params, tokens, length))  # dispatched asynchronously
-            real += int(length[: len(ids[start : start + size])].sum())
-            padded += tokens.size
-        return np.concatenate(vectors)[: len(texts)], real, padded
-
-    return embed
-
-
-def embed(texts: int, one_a_row: bool) -> Turn:
-    """Embed texts."""
+def embed(texts: int) -> Turn:
+    """Embed texts with all-MiniLM-L6-v2, up to 256 tokens of each in batches of 1,024."""
     _start()
-    run, sample = embedding(one_a_row), data.texts(texts)
+    config, vocabulary, params, _ = open_model(str(data.recipes.minilm()))
+    config.embed.tokens = 256
+    embedder = Embedder(config, vocabulary, params, batch_tokens=1024)
+    sample = data.texts(texts)
 
     def turn():
-        _, real, padded = run(sample)
+        before, counts = dataclasses.replace(embedder.counts), embedder.counts
+        for _ in embedder(sample):
+            pass
+        real, padded = counts.tokens - before.tokens, counts.row_tokens - before.row_tokens
         return {"texts": len(sample), "real_tokens": real, "padded_tokens": padded}
 
     return turn

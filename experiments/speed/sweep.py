@@ -168,7 +168,8 @@ def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
     padded = measures <= {"real_tokens", "examples", "texts"}
     rows = []
     for name in shown:
-        case_lines = [line for line in lines if line["case"] == name]
+        known = CASES[name].contenders
+        case_lines = [x for x in lines if x["case"] == name and x["contender"] in known]
         measure, noisiness = CASES[name].measure, noise(case_lines)
         for line in case_lines:
             rounds = f"{name}, {len(line['seconds'])} rounds"

@@ -1,14 +1,14 @@
 """Table 1: fine-tuning on the tasks of GLUE.
 
 Every task is fine-tuned on a grid of hyperparameters. The table shows the best point on the dev set;
-at the scale "paper" it also goes into a submission to the GLUE server (submit.py).
+`bert-jax glue-zip` makes a submission to the GLUE server of it.
 """
 
 import dataclasses
 
 import recipes
 
-from bert_jax.tools.sweep import Point, grid
+from bert_jax.tools.sweep import grid
 from bert_jax.tools.sweep.experiment import Column
 
 # The grid of section A.3, with the fourth learning rate of section 4.1.
@@ -35,25 +35,16 @@ OBJECTIVE = "dev.accuracy"
 
 
 def get_points(args):
-    """Return the grid of each model and task, and a submission for each model."""
+    """Return the grid of each model and task."""
     choices = GRID[args.scale]
     if args.scale == "small" and args.init:  # the small models' rates are too high for larger ones
         choices = {"rate": GRID["paper"]["rate"]}
     for model, start in recipes.starts(args).items():
-        points = []
         for task in TASKS[args.scale]:
             for chosen in grid(**choices):
                 setting = "-".join(f"{name}{value}" for name, value in chosen.items())
                 changes = {SETTINGS[name]: value for name, value in chosen.items()}
-                point = recipes.finetuned(
-                    args, model, start, task, changes, setting, setting=setting
-                )
-                points.append(point)
-        if args.scale == "small":  # has no test sets
-            yield from points
-        else:
-            script = ("python", "experiments/paper/table1/submit.py", args.data / "glue")
-            yield Point(f"{model}/submission", (*script, *points), {"model": model})
+                yield recipes.finetuned(args, model, start, task, changes, setting, setting=setting)
 
 
 def get_trial(args, trial):
