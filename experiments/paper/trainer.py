@@ -30,52 +30,41 @@ HERE = pathlib.Path(__file__).parent
 DATA = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""))
 BATCH, TOKENS = 32, 128
 IGNORED = -100
-ENTAILMENT = ("entailment", "not_entailment")
 
 
-def lines(path):
-    with gzip.open(DATA / path, "rt", encoding="utf-8", newline="") as file:
+# The file of each split, the columns of texts and label, and the number of lines before the first row.
+FILES = {
+    "sst2": ("glue/SST-2/{train,dev}.tsv.gz", (0,), 1, 1),
+    "cola": ("glue/CoLA/{train,dev}.tsv.gz", (3,), 1, 0),
+    "rte": ("glue/RTE/{train,dev}.tsv.gz", (1, 2), 3, 1),
+    "qnli": ("glue/QNLI/{train_sample_8999,dev}.tsv.gz", (1, 2), 3, 1),
+    "banking77": ("intent/banking77_{train,test}.csv.gz", (0,), 1, 1),
+    "wnut17": ("ner/{wnut17train,emerging.dev}.conll.gz", (), 0, 0),
+}
+
+
+def text_of(name, split):
+    """Return the content of the file of a split, 0 (train) or 1 (dev)."""
+    before, _, rest = FILES[name][0].partition("{")
+    choices, _, after = rest.partition("}")
+    with gzip.open(f"{DATA}/{before}{choices.split(',')[split]}{after}", "rt", newline="") as file:
         return file.read()
 
 
-def glue(path, columns, label, names=None, header=True):
-    """Return a reader of a task of GLUE.
-
-    Args:
-        path: path of a split, with {split} for its name.
-        columns: the one or two text columns, by number.
-        label: column of the label.
-        names: the labels in order of their numbers; None if the file has numbers.
-        header: whether the first line has the names of the columns.
-    """
-
-    def read(split):
-        table = [line.split("\t") for line in lines(path.format(split=split)).splitlines()]
-        rows = table[header:]
-        labels = [names.index(row[label]) if names else int(row[label]) for row in rows]
-        return [tuple(row[column] for column in columns) for row in rows], labels
-
-    return read
-
-
-def qnli(split):
-    """Return 8,999 of the training examples, or the dev set."""
-    name = {"train": "train_sample_8999", "dev": "dev"}[split]
-    return glue(f"glue/QNLI/{name}.tsv.gz", (1, 2), 3, ENTAILMENT)(split)
-
-
-def banking77(split):
-    name = {"train": "train", "dev": "test"}[split]
-    text = lines(f"intent/banking77_{name}.csv.gz")
-    rows = list(csv.DictReader(text.splitlines(keepends=True)))
-    names = sorted({row["category"] for row in rows})
-    return [(row["text"],) for row in rows], [names.index(row["category"]) for row in rows]
+def read(name, split):
+    """Return the texts of each example, and the numbers of the labels."""
+    path, texts, label, header = FILES[name]
+    lines = text_of(name, split).splitlines(keepends=".csv" in path)
+    rows = list(csv.reader(lines)) if ".csv" in path else [line.split("\t") for line in lines]
+    rows = rows[header:]
+    names = sorted({row[label] for row in rows})
+    return [tuple(row[i] for i in texts) for row in rows], [names.index(row[label]) for row in rows]
 
 
 def wnut17(split):
-    name = {"train": "wnut17train", "dev": "emerging.dev"}[split]
+    """Return the words and tags of each sentence."""
     words, tags = [[]], [[]]
-    for line in lines(f"ner/{name}.conll.gz").split("\n"):
+    for line in text_of("wnut17", split).split("\n"):
         if line.strip():
             word, tag = line.split("\t")[:2]
             words[-1].append(word)
@@ -86,18 +75,8 @@ def wnut17(split):
     return [w for w in words if w], [t for t in tags if t]
 
 
-READERS = {
-    "sst2": glue("glue/SST-2/{split}.tsv.gz", (0,), 1),
-    "cola": glue("glue/CoLA/{split}.tsv.gz", (3,), 1, header=False),
-    "rte": glue("glue/RTE/{split}.tsv.gz", (1, 2), 3, ENTAILMENT),
-    "qnli": qnli,
-    "banking77": banking77,
-    "wnut17": wnut17,
-}
-
-
-def texts_of(tokenizer, split, read):
-    texts, labels = read(split)
+def texts_of(tokenizer, name, split):
+    texts, labels = read(name, split)
     encoded = tokenizer(*zip(*texts, strict=True), truncation=True, max_length=TOKENS)
     return [
         {**{key: encoded[key][i] for key in encoded}, "labels": label}
@@ -138,12 +117,12 @@ def run(name, seed, schedule):
     transformers.set_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
     if name == "wnut17":
-        names = sorted({tag for tags in wnut17("train")[1] for tag in tags})
-        train, dev = (words_of(tokenizer, split, names) for split in ("train", "dev"))
+        names = sorted({tag for tags in wnut17(0)[1] for tag in tags})
+        train, dev = (words_of(tokenizer, split, names) for split in range(2))
         kind, count = transformers.AutoModelForTokenClassification, len(names)
         collator = transformers.DataCollatorForTokenClassification(tokenizer)
     else:
-        train, dev = (texts_of(tokenizer, split, READERS[name]) for split in ("train", "dev"))
+        train, dev = (texts_of(tokenizer, name, split) for split in range(2))
         kind, count = (
             transformers.AutoModelForSequenceClassification,
             1 + max(example["labels"] for example in train),
@@ -192,7 +171,7 @@ def run(name, seed, schedule):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("sets", nargs="+", choices=READERS)
+    parser.add_argument("sets", nargs="+", choices=FILES)
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()
     path = HERE / "trainer.jsonl"
