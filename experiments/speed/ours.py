@@ -413,12 +413,13 @@ def _stored_rows(root: str) -> str:
     return f"{root}/rows"
 
 
-def storage_read(scheme: str, cached: bool) -> Turn:
+def storage_read(scheme: str, cached: bool, steps: int) -> Turn:
     """Read random batches of rows from a local disk or a local server of object storage.
 
     Args:
         scheme: "", "gs" or "s3".
         cached: wait until the rows have been copied, instead of reading each by a request.
+        steps: batches per turn.
     """
     os.environ["BERT_JAX_STORAGE_CACHE_GB"] = str(int(cached))
     train_rows, numbers = Rows(_stored_rows(_storage(scheme)), "train"), itertools.count()
@@ -426,7 +427,7 @@ def storage_read(scheme: str, cached: bool) -> Turn:
         time.sleep(0.05)
 
     def turn():
-        order = np.random.default_rng(next(numbers)).permutation(len(train_rows))[: 256 * 40]
+        order = np.random.default_rng(next(numbers)).permutation(len(train_rows))[: 256 * steps]
         for start in range(0, len(order), 256):
             train_rows.read(order[start : start + 256])
         return {"rows": len(order)}
@@ -436,13 +437,13 @@ def storage_read(scheme: str, cached: bool) -> Turn:
 
 def storage_save(scheme: str, steps: int) -> Turn:
     """Pretrain a tiny model that saves every 100 steps to a local disk or a local server."""
-    root, numbers = _storage(scheme), itertools.count()
+    root, numbers, every = _storage(scheme), itertools.count(), min(steps, 10)
     rows_folder = _stored_rows(root)
 
     def turn():
         out = f"{root}/run{next(numbers)}"
         changes = (
-            f"steps={steps} batch_size=16 checkpoint.every_steps=100 log_every_steps=10 "
+            f"steps={steps} batch_size=16 checkpoint.every_steps=100 log_every_steps={every} "
             f"optim.warmup_steps=1 evaluate_every_steps={steps} evaluate_rows=16"
         )
         command = [
@@ -461,8 +462,8 @@ def storage_save(scheme: str, steps: int) -> Turn:
         ]
         subprocess.run(command, check=True, cwd=data.ROOT, stdout=sys.stderr)
         lines = pathlib.Path(storage.local(f"{out}/speed.jsonl")).read_text().splitlines()
-        logged = [json.loads(line) for line in lines][2:]  # without steps that compile
-        return {"steps": 10 * len(logged), "seconds": sum(line["seconds"] for line in logged)}
+        logged = list(map(json.loads, lines[2:] or lines))  # without steps that compile
+        return {"steps": every * len(logged), "seconds": sum(line["seconds"] for line in logged)}
 
     return turn
 
