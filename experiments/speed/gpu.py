@@ -404,7 +404,8 @@ class Trainer:
         from bert_jax.model import attention
         from bert_jax.runtime import sharding
         from bert_jax.training import guard
-        from bert_jax.training.step import compile_step, initial_state
+        from bert_jax.training.state import initial_state
+        from bert_jax.training.step import compile_step
 
         self.config, self.phase = phase_at_step(row)
         self.mesh = sharding.make_mesh(self.config.mesh, jax.devices()[:1])

@@ -48,6 +48,7 @@ from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tasks.load import load_dataset
 from bert_jax.tools import preflight
 from bert_jax.training import optim
+from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 
 Turn = Callable[[], dict[str, Any]]
@@ -109,7 +110,7 @@ def pretrain(
     config.phases[0].rows = str(data.rows(tokens, sequences))
     config, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    init, shapes = state_lib.initial_state(config, phase, mesh)
     step, state = step_lib.compile_step(config, phase, mesh, shapes), init(jnp.uint32(0))
     stream, numbers = (
         phase.batches(0, config.steps, *sharding.process_row_shard(mesh)),
@@ -121,7 +122,7 @@ def pretrain(
         nonlocal state
         real = padded = 0
         if checkpoints:
-            checkpoints.save(next(numbers), *step_lib.checkpoint_parts(state))
+            checkpoints.save(next(numbers), *state_lib.checkpoint_parts(state))
         for arrays in itertools.islice(stream, steps):
             real, padded = real + int(arrays["length"].sum()), padded + _padded(arrays)
             state, *_ = step(state, shard_batch(arrays, mesh))
@@ -161,7 +162,7 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     config, _, plan, phase = finetuning.make_phase(
         config, dataset, [0], sharding.num_row_shards(mesh)
     )
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    init, shapes = state_lib.initial_state(config, phase, mesh)
     step = step_lib.compile_phase(config, phase, mesh, shapes).step
     state = init(jnp.uint32(0))
     for shape in plan.shapes:  # wait for compilation in the background
@@ -238,7 +239,7 @@ def _saved(size: str) -> tuple[Checkpoints, Any, Any, int]:
     """Return checkpoints in a temporary folder, a state, its shapes and its size in bytes."""
     _start()
     config, phase = _phase(size, 128, 4, 8)
-    init, shapes = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
+    init, shapes = state_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
     state = init(jnp.uint32(0))
     # The initial moments are zeros, which compress to almost nothing.
     noise = jax.jit(lambda x: x + jax.random.normal(jax.random.key(1), x.shape, x.dtype))
@@ -254,7 +255,7 @@ def save(size: str) -> Turn:
     number = itertools.count()
 
     def turn():
-        checkpoints.save(next(number), *step_lib.checkpoint_parts(state))
+        checkpoints.save(next(number), *state_lib.checkpoint_parts(state))
         checkpoints.wait()
         return {"bytes": size_bytes}
 
@@ -264,14 +265,14 @@ def save(size: str) -> Turn:
 def restore(size: str) -> Turn:
     """Restore a state from a checkpoint, verifying its checksums, as a resumed run does."""
     checkpoints, state, shapes, size_bytes = _saved(size)
-    checkpoints.save(1, *step_lib.checkpoint_parts(state))
+    checkpoints.save(1, *state_lib.checkpoint_parts(state))
     checkpoints.wait()
     del state
 
     def turn():
         if damage := checkpoint.damage(checkpoints.folder / "1"):
             raise RuntimeError(damage)
-        jax.block_until_ready(step_lib.restore(checkpoints, 1, shapes, 0))
+        jax.block_until_ready(state_lib.restore(checkpoints, 1, shapes, 0))
         return {"bytes": size_bytes}
 
     return turn
