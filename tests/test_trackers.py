@@ -1,5 +1,6 @@
 """Trackers: the calls they receive, checked with fakes of the few functions used."""
 
+import os
 import pathlib
 import sys
 import types
@@ -149,6 +150,26 @@ def test_run_continues_without_a_tracker_that_fails(capfd):
     lines = capfd.readouterr().err.splitlines()
     assert ["wandb" in line for line in lines] == [True, False]
     assert ["mlflow" in line for line in lines] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("fake", "variable"),
+    [
+        (FakeWandb, "WANDB_FINISH_TIMEOUT"),
+        (FakeMLflow, "MLFLOW_HTTP_REQUEST_TIMEOUT"),
+        (FakeMLflow, "MLFLOW_HTTP_REQUEST_MAX_RETRIES"),
+    ],
+)
+def test_trackers_wait_minutes_for_a_server_at_most(fake, variable, monkeypatch, tmp_path):
+    """Their packages wait up to hours; the user's own limits apply."""
+    name = fake().__name__
+    monkeypatch.setitem(sys.modules, name, fake())
+    monkeypatch.setattr(os, "environ", {})
+    opened(name, tmp_path / "run")
+    assert 0 < int(os.environ[variable]) <= 120
+    os.environ[variable] = "999"
+    opened(name, tmp_path / "run")
+    assert os.environ[variable] == "999"
 
 
 def test_runs_of_one_config_have_different_tracker_runs(tmp_path, monkeypatch):

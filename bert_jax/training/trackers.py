@@ -16,6 +16,14 @@ from bert_jax.config.schema import TrainConfig, flatten
 from bert_jax.errors import UserError
 
 PROJECT = "bert_jax"
+# Give up after about two minutes if a server does not answer. By default MLflow, for which a run waits
+# at every step that is logged, gives up after 20 minutes, and W&B at the end of a run after hours.
+_LIMITS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5",
+    "WANDB_FINISH_TIMEOUT": "120",
+    "WANDB_FINISH_TIMEOUT_RAISES": "true",
+}
 
 
 @runtime_checkable
@@ -44,6 +52,8 @@ def open_trackers(
     """
     makers: dict[str, Callable[..., Tracker]] = {"wandb": _Wandb, "mlflow": _MLflow}
     settings = {**flatten(config), "devices": devices}
+    for variable, value in _LIMITS.items():
+        os.environ.setdefault(variable, value)
     trackers = {}
     for name in filter(None, config.trackers.split(",")):
         with _one_line_errors(name):
