@@ -3,7 +3,8 @@
     python experiments/reliability/attacks.py [--only NAME]
 
 Creates its data as kills.py does. The result of each situation replaces its line in attacks.jsonl,
-from which `report.py` writes README.md. Takes about twenty minutes.
+from which `report.py` writes README.md. Takes about an hour, needs Linux, root for mounts and host
+names, and `pip install wandb mlflow-skinny`.
 """
 
 import argparse
@@ -315,6 +316,30 @@ def an_extended_vocabulary(data: pathlib.Path, make: dict) -> dict:
     return {"times": killed, "found": "the folder was whole or not there; the same bits in the end"}
 
 
+def trackers_without_a_server(data: pathlib.Path, make: dict) -> dict:
+    """The servers of trackers refuse connections, or accept them and never answer."""
+    variables, found = {"mlflow": "MLFLOW_TRACKING_URI", "wandb": "WANDB_BASE_URL"}, []
+    for tracker, variable in variables.items():
+        for is_silent in (False, True):
+            command = make["pretrain"](out := data / f"{tracker}_{is_silent}")
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                if is_silent:
+                    s.listen(64)
+                url, begin = f"http://127.0.0.1:{s.getsockname()[1]}", time.monotonic()
+                environment = {variable: url, "WANDB_API_KEY": 40 * "0"}
+                process = started([*command, f"--config.trackers={tracker}"], **environment)
+                text = process.communicate(timeout=1800)[0]
+            what = "silent" if is_silent else "refusing"
+            found.append(f"{time.monotonic() - begin:.0f} s ({tracker}, {what})")
+            assert process.returncode == 2, text
+            assert f"{tracker} does not start" in text.splitlines()[-1], text
+            assert "Traceback" not in text, text
+            kills.call(*command)
+            assert not kills.differences("pretrain", out, data / "pretrain")
+    return {"times": 4, "found": f"one line and status 2 after {', '.join(found)}"}
+
+
 ATTACKS = (
     two_devices_then_one,
     another_number_of_workers,
@@ -326,6 +351,7 @@ ATTACKS = (
     a_vocabulary_of_much_text,
     fine_tuning_with_lora,
     an_extended_vocabulary,
+    trackers_without_a_server,
 )
 
 
