@@ -340,6 +340,35 @@ def trackers_without_a_server(data: pathlib.Path, make: dict) -> dict:
     return {"times": 4, "found": f"one line and status 2 after {', '.join(found)}"}
 
 
+def a_disk_that_turns_read_only(data: pathlib.Path, make: dict) -> dict:
+    """The file system of a run (ext4) turns read-only at random moments, and is mounted again."""
+
+    def shell(command: str) -> str:
+        return subprocess.check_output(command, shell=True, text=True)
+
+    image, disk, rng, ends = data / "disk.img", data / "read_only", random.Random(0), []
+    disk.mkdir()
+    shell(f"truncate -s 256M {image} && mkfs.ext4 -q {image}")
+    for moment in rng.sample(kills.MOMENTS["pretrain"], 6):
+        shell(f"mount -o loop,errors=remount-ro {image} {disk}")
+        device = pathlib.Path(shell(f"findmnt -no SOURCE {disk}").strip()).name
+        process, due = started(make["pretrain"](disk / "run")), moment(disk / "run", rng)
+        while process.poll() is None and not due():
+            time.sleep(kills.POLL_SECONDS)
+        pathlib.Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("read-only")
+        text = process.communicate(timeout=600)[0]
+        ends.append(f"{moment.__name__}: {process.returncode}")
+        assert process.returncode in (2, 75), text
+        assert "Traceback" not in text, text
+        shell(f"umount {disk}; e2fsck -p {image} || test $? -eq 1")
+    shell(f"mount -o loop {image} {disk}")
+    kills.call(*make["pretrain"](disk / "run"))
+    assert not (found := kills.differences("pretrain", disk / "run", data / "pretrain")), found
+    shell(f"umount {disk}")
+    statuses = ", ".join(ends).replace("_", " ")
+    return {"times": 6, "found": f"one line and a status ({statuses}); the same bits in the end"}
+
+
 ATTACKS = (
     two_devices_then_one,
     another_number_of_workers,
@@ -352,6 +381,7 @@ ATTACKS = (
     fine_tuning_with_lora,
     an_extended_vocabulary,
     trackers_without_a_server,
+    a_disk_that_turns_read_only,
 )
 
 
