@@ -369,6 +369,30 @@ def a_disk_that_turns_read_only(data: pathlib.Path, make: dict) -> dict:
     return {"times": 6, "found": f"one line and a status ({statuses}); the same bits in the end"}
 
 
+def much_text(data: pathlib.Path, make: dict) -> dict:
+    """`embed` reads 20,000 and 200,000 lines, and `prepare` 50 and 500 MB of text."""
+    rng, results, path = random.Random(0), [], data / "much_text.txt"
+    lines = [f"{sentences(rng, 1)} {i}" for i in range(200_000)]
+    for count in (20_000, 200_000):
+        path.write_text("\n".join(lines[:count]))
+        out = data / f"vectors_{count}.npy"
+        command = ["embed", "--init", data / "pretrain", "--out", out, path]
+        _, peak, minutes = memory_of(command)
+        assert out.exists()
+        results.append(f"{count:,} lines: {peak:,} MB in {minutes:.1f} min")
+    for size in (50, 500):
+        with open(path, "w") as file:
+            for _ in range(size):
+                document = sentences(rng, 30)
+                file.write(f"{document}\n\n" * (1_000_000 // len(document)))
+        out = data / f"rows_{size}"
+        command = ["prepare", "--vocab", data / "vocab", "--tokens", 64, "--out", out, path]
+        _, peak, minutes = memory_of(command)
+        assert (out / "manifest.json").exists()
+        results.append(f"{size} MB: {peak:,} MB in {minutes:.1f} min")
+    return {"times": 4, "found": "; ".join(results)}
+
+
 ATTACKS = (
     two_devices_then_one,
     another_number_of_workers,
@@ -382,6 +406,7 @@ ATTACKS = (
     an_extended_vocabulary,
     trackers_without_a_server,
     a_disk_that_turns_read_only,
+    much_text,
 )
 
 
