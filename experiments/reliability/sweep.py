@@ -72,6 +72,12 @@ def fuzz(lines):
     ]
 
 
+def attacks(lines):
+    """Return a table with a row per situation."""
+    rows = [(line["what"].rstrip("."), line["times"], line["found"]) for line in lines]
+    return pages.table(("situation", "times", "result"), rows)
+
+
 def mutations(lines):
     """Return counts by package, and the mutants that survived all tests."""
     lines = [line for line in lines if "by" in line]
@@ -112,6 +118,6 @@ def get_blocks(results):
     """Return a block for each file of results."""
     blocks = {
         make.__name__: Lines(lambda _, make=make: make(pages.read(HERE / f"{make.__name__}.jsonl")))
-        for make in (kills, fuzz, mutations)
+        for make in (kills, fuzz, attacks, mutations)
     }
     return blocks | {"leaks": Lines(lambda folder: leaks(pages.read(HERE / "leaks.jsonl"), folder))}
