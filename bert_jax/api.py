@@ -47,7 +47,7 @@ from bert_jax.inference.embed import Embedder
 from bert_jax.inference.fill_mask import Candidate, Inputs, MaskFiller, inputs_of
 from bert_jax.inference.sentence_scores import SentenceScorer, TokenScore
 from bert_jax.model.bert import Bert, Params, last_tokens
-from bert_jax.objectives import initial, pretraining
+from bert_jax.objectives import pretraining, warm_start
 from bert_jax.runtime import device
 from bert_jax.storage import files
 from bert_jax.tasks import tables
@@ -345,7 +345,7 @@ def pretrain(
     start = None
     if init:
         keys = set(changes or {}) if isinstance(config, str) else None
-        settings, start = initial.open_start(settings, str(init), str(checkpoint), keys)
+        settings, start = warm_start.open_start(settings, str(init), str(checkpoint), keys)
     train.train(
         *pretraining.make_phases(settings, objective, start),
         str(workdir),

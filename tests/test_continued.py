@@ -18,7 +18,7 @@ from bert_jax.data import prepare, wordpiece
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten
-from bert_jax.objectives.initial import describe_start, extend_positions, open_start
+from bert_jax.objectives.warm_start import describe_start, extend_positions, open_start
 from bert_jax.runs import checkpoint, workdir
 from tests.helpers.checkpoints import TF1, random_params, save_pretrained, torch_model, write_run
 from tests.helpers.runs import arguments, assert_same_run, refused

@@ -29,7 +29,7 @@ from bert_jax.convert import huggingface, source, tensorflow1
 from bert_jax.convert.export import _write_safetensors, export
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.inference.fill_mask import MaskFiller
-from bert_jax.objectives import initial
+from bert_jax.objectives import warm_start
 from bert_jax.runs import checkpoint
 from tests.helpers.checkpoints import (
     TF1,
@@ -387,7 +387,7 @@ def test_problem_type_of_a_classifier_round_trips(tmp_path, problem_type):
         theirs = transformers.AutoConfig.from_pretrained(tmp_path / f"from_{name}")
         assert theirs.problem_type == problem_type
     config = Config(phases=(PhaseConfig(tokens=16),))
-    assert initial.open_start(config, str(tmp_path / "in"))[0].model.problem_type == ""
+    assert warm_start.open_start(config, str(tmp_path / "in"))[0].model.problem_type == ""
 
 
 def test_causal_model_exports_as_a_decoder(tmp_path):

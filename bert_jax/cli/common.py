@@ -222,10 +222,10 @@ def open_start(config: Any, options: Any) -> tuple[Any, Any]:
             )
         return config, None
     from bert_jax.config import flags
-    from bert_jax.objectives import initial
+    from bert_jax.objectives import warm_start
 
     keys = flags.keys(options.config)
-    return initial.open_start(config, options.init, options.checkpoint, keys)
+    return warm_start.open_start(config, options.init, options.checkpoint, keys)
 
 
 def add_which(sub: argparse.ArgumentParser) -> None:

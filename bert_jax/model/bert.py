@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.config.schema import HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
-from bert_jax.model import width
+from bert_jax.model import mup
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout
 from bert_jax.model.heads import (
@@ -647,7 +647,7 @@ _INITIALIZERS: dict[str, Callable[[Key[Array, ""]], Params]] = {}
 def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     """Return random parameters of the whole model, bit for bit those of `Bert(config).init`.
 
-    With `config.base_hidden` they are scaled by `width.scales`.
+    With `config.base_hidden` they are scaled by `mup.scales`.
     """
     # JAX reuses the trace of a jitted function: a run first needs the shapes, then the values.
     name = repr(config)
@@ -704,7 +704,7 @@ def _draw_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     params = init(key, lambda *_: values[next(counter)])
     if not config.base_hidden:
         return params
-    return unflatten({k: width.scales(config, k)[0] * x for k, x in flatten(params).items()})
+    return unflatten({k: mup.scales(config, k)[0] * x for k, x in flatten(params).items()})
 
 
 def split_generator(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:

@@ -26,9 +26,9 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives.causal_lm import CausalLM
-from bert_jax.objectives.initial import effective_settings
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.masked_lm import Inputs, MaskedLM
+from bert_jax.objectives.warm_start import effective_settings
 
 LOGITS, HIDDEN, RELATIONS = (
     f"distillation_{name}_loss" for name in ("logits", "hidden", "relations")

@@ -26,11 +26,11 @@ from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
 from bert_jax.objectives.contrastive import Contrastive
 from bert_jax.objectives.distillation import open_teacher, teacher_hidden
-from bert_jax.objectives.initial import inherit, is_changed, params_digest
 from bert_jax.objectives.multiple_choice import MultipleChoice
 from bert_jax.objectives.span import Span
 from bert_jax.objectives.supervised import Supervised
 from bert_jax.objectives.token_classification import TokenClassification
+from bert_jax.objectives.warm_start import inherit, is_changed, params_digest
 from bert_jax.runtime import sharding
 from bert_jax.tasks.base import FinetuneDataset
 from bert_jax.tasks.load import load_dataset

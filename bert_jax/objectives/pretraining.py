@@ -18,7 +18,7 @@ from bert_jax.data.loader import Batch, Rows, batches, heldout_batches, row_indi
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
-from bert_jax.objectives import distillation, initial, masking
+from bert_jax.objectives import distillation, masking, warm_start
 from bert_jax.objectives.base import Objective, Phase
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.electra import ReplacedTokens
@@ -31,7 +31,7 @@ DEFAULT_VOCAB_SIZE = 30_522
 def make_phases(
     config: Config,
     objective: Callable[..., Objective] | None = None,
-    start: initial.Start | None = None,
+    start: warm_start.Start | None = None,
 ) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Phase]]:
     """Open the rows of every phase and check that they fit the model and each other.
 
@@ -94,7 +94,7 @@ def make_phases(
             teacher = _open_teacher(config, vocabulary)
         data.append(_describe(manifest))
         if teacher:
-            data[-1]["teacher"] = initial.params_digest(teacher.params)
+            data[-1]["teacher"] = warm_start.params_digest(teacher.params)
         if objective is not None:
             data[-1]["objective"] = getattr(objective, "__qualname__", repr(objective))
         mask_id, continuation = vocabulary.mask_id, vocabulary.continuation()

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from optax import contrib
 
 from bert_jax.config.schema import OptimConfig, TrainConfig
-from bert_jax.model import width
+from bert_jax.model import mup
 from bert_jax.model.bert import Params, flatten, unflatten
 
 
@@ -212,7 +212,7 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
 
     Layer-wise decay is that of ELECTRA's code (google-research/electra, `optimization.py`), in which
     the last layer is two steps of decay below the heads, and the scale by width muP
-    (`model.width`). With `config.model.features` or adapters (`config.model.lora`) the whole encoder
+    (`model.mup`). With `config.model.features` or adapters (`config.model.lora`) the whole encoder
     is frozen, except for the adapters.
     """
     layers, frozen = config.model.layers, getattr(config, "frozen_layers", 0)
@@ -226,7 +226,7 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
         if is_frozen and path[0].key in ("embeddings", "encoder"):
             return 0.0
         name = "/".join(str(key.key) for key in path)
-        scale = width.scales(config.model, name)[1]
+        scale = mup.scales(config.model, name)[1]
         return scale * config.optim.layer_decay ** (layers + 2 - depth)
 
     return jax.tree_util.tree_map_with_path(factor, params)

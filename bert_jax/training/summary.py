@@ -9,7 +9,7 @@ from bert_jax.errors import shown
 from bert_jax.model import attention
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
-from bert_jax.objectives import initial
+from bert_jax.objectives import warm_start
 from bert_jax.objectives.base import Phase
 from bert_jax.runs import workdir
 from bert_jax.runtime import sharding
@@ -41,7 +41,7 @@ def start_lines(
     )
     if isinstance(config, Config):
         if "init" in data[0]:
-            yield from map(shown, initial.describe_start(data[0]["init"]))
+            yield from map(shown, warm_start.describe_start(data[0]["init"]))
         different = {rows["digest"]: rows for rows in data}.values()  # phases may share rows
         train, tokens, heldout = (
             sum(rows[split][key] for rows in different)
