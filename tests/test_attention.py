@@ -17,7 +17,7 @@ from bert_jax.config.schema import Config, MeshConfig, ModelConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.model import bert
-from bert_jax.model.attention import KERNELS, attention, check, choose, describe
+from bert_jax.model.attention import KERNELS, attention, attention_line, check, choose
 from bert_jax.objectives import pretraining
 from bert_jax.runs.checkpoint import abstract
 from bert_jax.runtime import sharding
@@ -275,16 +275,16 @@ def test_auto_selects_a_kernel_that_supports_the_config(platform, changes, imple
     choice = choose(config, platform, 1, 512)
     assert choice.implementation == implementation
     assert reason in choice.reason
-    # Fine-tuning calls `describe` after "auto" has been resolved.
+    # Fine-tuning calls `attention_line` after "auto" has been resolved.
     config.model.attention = implementation
     check(config, platform, 1)
-    line = describe(config, platform, 1, [512])
+    line = attention_line(config, platform, 1, [512])
     assert line.startswith(f"attention: {implementation} (")
     assert reason in line or "attention" in changes
 
 
 def test_auto_depends_on_the_tokens_of_each_phase():
-    line = describe(run_config(), "tpu", 1, [8, 128, 512, 512])
+    line = attention_line(run_config(), "tpu", 1, [8, 128, 512, 512])
     assert line.startswith("attention: xla at T=8, 128 (")
     assert "splash at T=512 (" in line
     assert choose(run_config(attention="splash"), "tpu", 1, 8).implementation == "splash"

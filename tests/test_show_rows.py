@@ -62,14 +62,14 @@ def test_lengths_of_any_number_of_sequences(rows, monkeypatch):
     lengths = np.repeat(np.arange(33), manifest.length_histogram)
     quartiles = np.percentile(lengths, (0, 25, 50, 75, 100), method="lower")
     expected = f"mean {lengths.mean():.1f}, quartiles {', '.join(map(str, quartiles))}"
-    assert expected in "".join(show_rows.describe(folder))
+    assert expected in "".join(show_rows.summary_lines(folder))
     many = tuple(10**12 * count for count in manifest.length_histogram)
     monkeypatch.setattr(
         show_rows.rows_lib,
         "read_manifest",
         lambda _: dataclasses.replace(manifest, length_histogram=many),
     )
-    assert f"mean {lengths.mean():.1f}, " in "".join(show_rows.describe(folder))
+    assert f"mean {lengths.mean():.1f}, " in "".join(show_rows.summary_lines(folder))
 
 
 def test_random_tokens_may_be_padding_of_the_vocabulary(tmp_path, capsys):

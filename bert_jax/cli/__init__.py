@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         if error.errno not in files.USER_ERRORS:
             raise
         path = f"{error.filename}: " if error.filename else ""
-        print(f"bert-jax {options.verb}: {path}{files.describe(error)}", file=sys.stderr)
+        print(f"bert-jax {options.verb}: {path}{files.format_error(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)

@@ -55,7 +55,7 @@ def _import(options) -> None:
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
     )
-    print(f"{options.out}: {source.describe(imported)}")
+    print(f"{options.out}: {source.import_summary(imported)}")
 
 
 def add_extend_vocab(verbs: Verbs) -> None:
@@ -98,7 +98,7 @@ def _extend_vocab(options) -> None:
         )
 
     imported = extend_vocabulary(options.init, options.out, choose, options.checkpoint)
-    print(f"{options.out}: {source.describe(imported)}")
+    print(f"{options.out}: {source.import_summary(imported)}")
 
 
 def add_export(verbs: Verbs) -> None:

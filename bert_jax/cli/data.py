@@ -134,7 +134,7 @@ def _rows(options) -> None:
     from bert_jax.data.rows import read_manifest
     from bert_jax.tools import show_rows
 
-    for line in show_rows.describe(options.folder):
+    for line in show_rows.summary_lines(options.folder):
         print(line)
     count = options.show
     if count is None:  # those that exist, but at least one for --index

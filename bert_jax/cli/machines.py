@@ -209,6 +209,8 @@ def _preflight(options) -> int:
             config, topology, options.sequences, options.dollars_per_chip_hour
         )
         fits = fits and report["fits"]
-        text = json.dumps(report) if options.json else "\n" * (i > 0) + preflight.describe(report)
+        text = (
+            json.dumps(report) if options.json else "\n" * (i > 0) + preflight.format_report(report)
+        )
         print(text, flush=True)
     return 0 if fits else EXIT_NEGATIVE

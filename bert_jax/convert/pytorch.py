@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from bert_jax.errors import UserError
-from bert_jax.storage.files import describe
+from bert_jax.storage.files import format_error
 
 _STORAGES = {
     "torch.DoubleStorage": np.dtype("<f8"),
@@ -111,7 +111,7 @@ def _reading(file: Any) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot read {file}: {describe(error)}") from None
+        raise UserError(f"cannot read {file}: {format_error(error)}") from None
     except (
         zipfile.BadZipFile,
         ValueError,

@@ -261,7 +261,7 @@ def read(
     return Imported(config, vocabulary, params, about)
 
 
-def describe(imported: Imported) -> str:
+def import_summary(imported: Imported) -> str:
     """Return a summary of an import, in a few lines."""
     model, vocabulary, about = imported.config.model, imported.vocabulary, imported.about
     parts = [

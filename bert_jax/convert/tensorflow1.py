@@ -22,7 +22,7 @@ from google.protobuf import empty_pb2, unknown_fields
 from google.protobuf.message import DecodeError
 
 from bert_jax.errors import UserError
-from bert_jax.storage.files import describe
+from bert_jax.storage.files import format_error
 
 # tensorflow/core/framework/types.proto
 _DTYPES = {
@@ -123,7 +123,7 @@ def _reading(path: Any) -> Iterator[None]:
             "PREFIX.data-* files"
         ) from None
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
-        reason = describe(error) if isinstance(error, OSError) else str(error)
+        reason = format_error(error) if isinstance(error, OSError) else str(error)
         raise UserError(f"cannot read {path}: {reason or 'it is truncated'}") from None
     except (ValueError, IndexError, OverflowError, MemoryError, struct.error, DecodeError) as error:
         reason = str(error) if type(error) is ValueError else "it is damaged"

@@ -229,7 +229,7 @@ def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:
             f"no vocabulary at {path}; train one with `bert-jax vocab` or name a vocab.txt"
         ) from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {files.describe(error)}") from None
+        raise UserError(f"cannot read {path}: {files.format_error(error)}") from None
     tokens = parse(data, path)
     vocabulary = Vocabulary(tokens, looks_lowercase(tokens))
     if (path.parent / SETTINGS).exists():

@@ -267,7 +267,7 @@ def resolve(config: TrainConfig, tokens: int) -> str:
     return choose(config, jax.devices()[0].platform, tensor, tokens).implementation
 
 
-def describe(config: TrainConfig, platform: str, tensor: int, tokens: Sequence[int]) -> str:
+def attention_line(config: TrainConfig, platform: str, tensor: int, tokens: Sequence[int]) -> str:
     """Return a line with the attention of a run for each T and the reason for it.
 
     The config may be that of fine-tuning, in which "auto" was replaced.

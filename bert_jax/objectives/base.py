@@ -74,7 +74,7 @@ class Objective(Protocol):
         """Add metrics derived from the means, for display."""
         ...
 
-    def describe(self, summary: dict[str, float]) -> str:
+    def progress_text(self, summary: dict[str, float]) -> str:
         """Return a short text of a summary for the progress bar."""
         ...
 

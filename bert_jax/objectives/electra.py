@@ -94,10 +94,10 @@ class ReplacedTokens(MaskedLM):
         summary = super().summarize(means)
         return {**summary, "loss": summary["loss"] + self.loss_scales[LOSS] * means[LOSS]}
 
-    def describe(self, summary: dict[str, float]) -> str:
+    def progress_text(self, summary: dict[str, float]) -> str:
         """Return the generator's loss and accuracy, and the discriminator's loss and recall."""
         loss, recall = summary[LOSS], summary["replaced_token_recall"]
-        return f"{super().describe(summary)} disc {loss:.4f} recall {recall:.1%}"
+        return f"{super().progress_text(summary)} disc {loss:.4f} recall {recall:.1%}"
 
 
 def sample(

@@ -159,7 +159,7 @@ class MaskedLM:
             f"{self.metric_prefix}_perplexity": perplexity,
         }
 
-    def describe(self, summary: dict[str, float]) -> str:
+    def progress_text(self, summary: dict[str, float]) -> str:
         """Return token loss and accuracy, and next-sentence accuracy if it is trained."""
         loss, accuracy = summary[self.best_metric.name], summary[f"{self.metric_prefix}_accuracy"]
         text = f"{self.display_name} {loss:.3f} acc {accuracy:.1%}"

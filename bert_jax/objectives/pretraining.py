@@ -92,7 +92,7 @@ def make_phases(
         config.model.vocab_size = manifest.vocab_size
         if config.distill.teacher and teacher is None:
             teacher = _open_teacher(config, vocabulary)
-        data.append(_describe(manifest))
+        data.append(_rows_to_dict(manifest))
         if teacher:
             data[-1]["teacher"] = warm_start.params_digest(teacher.params)
         if objective is not None:
@@ -126,7 +126,7 @@ def make_phases(
         )
         rows_read[manifest.digest] += phase.batch_size * (phase.end_step - phase.first_step)
     if start is not None:
-        data[0] |= start.describe()
+        data[0] |= start.to_dict()
     return config, vocabulary, data, phases
 
 
@@ -250,7 +250,7 @@ def _scheduled(
     return scheduled
 
 
-def _describe(manifest: rows.Manifest) -> dict[str, Any]:
+def _rows_to_dict(manifest: rows.Manifest) -> dict[str, Any]:
     """Return a digest of the rows and the part of their manifest that says how they were made."""
     description = manifest.to_dict()
     del description["length_histogram"]

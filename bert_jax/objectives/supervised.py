@@ -220,7 +220,7 @@ class Supervised:
         """Return the means unchanged."""
         return means
 
-    def describe(self, summary: dict[str, float]) -> str:
+    def progress_text(self, summary: dict[str, float]) -> str:
         """Return the loss and the selection metric, or accuracy while training."""
         shown = [name for name in (self.best_metric.name, "accuracy") if name in summary][:1]
         shown = [name for name in ("loss", *shown) if name in summary]

@@ -70,7 +70,7 @@ class Start(NamedTuple):
     params: Params
     about: dict[str, Any]
 
-    def describe(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return what is added to the description of the rows for `workdir.write_or_check_config`."""
         return {"start": params_digest(self.params), "init": self.about}
 

@@ -560,7 +560,7 @@ class Checkpoints:
         except UserError:
             raise
         except OSError as error:
-            raise UserError(f"{action}: {files.describe(error)}") from error
+            raise UserError(f"{action}: {files.format_error(error)}") from error
         except Exception as error:
             # TensorStore reports system errors and those of object storage as the text of a
             # ValueError.

@@ -142,7 +142,7 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UserError(f"cannot read {path}: {files.describe(error)}") from None
+        raise UserError(f"cannot read {path}: {files.format_error(error)}") from None
     lines = []
     for text in content.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -187,7 +187,7 @@ def _read_config_json(folder: str | pathlib.Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{folder} holds no run: it has no config.json") from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {files.describe(error)}") from None
+        raise UserError(f"cannot read {path}: {files.format_error(error)}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):

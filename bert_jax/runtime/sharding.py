@@ -100,7 +100,7 @@ def slice_of(device: Any) -> int:
     return device.process_index * count // jax.process_count()
 
 
-def describe(mesh: Mesh) -> str:
+def mesh_line(mesh: Mesh) -> str:
     """Return one line about the devices and how they are used."""
     devices = list(mesh.devices.flat)
     slices = len({slice_of(d) for d in devices})

@@ -38,7 +38,7 @@ _ADVICE = {
 }
 
 
-def describe(error: OSError) -> str:
+def format_error(error: OSError) -> str:
     """Return one line that says what is wrong with a file and what to do about it."""
     return _ADVICE.get(error.errno or 0, error.strerror or str(error))
 
@@ -49,7 +49,7 @@ def one_line_errors(action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{action}: {describe(error)}") from error
+        raise UserError(f"{action}: {format_error(error)}") from error
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[int]:
                 "wait for it, stop it, or choose another folder"
             ) from None
         except OSError as error:
-            raise UserError(f"cannot lock the folder {folder}: {describe(error)}") from error
+            raise UserError(f"cannot lock the folder {folder}: {format_error(error)}") from error
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -148,7 +148,7 @@ def errors_of(action: str) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in files.USER_ERRORS:  # of the local disk
-            raise UserError(f"{action}: {files.describe(error)}") from None
+            raise UserError(f"{action}: {files.format_error(error)}") from None
         text = " ".join(str(error).split()) or type(error).__name__
         library, code = type(error).__module__.partition(".")[0], getattr(error, "code", None)
         if isinstance(error, ValueError) and "Out of memory" not in text:  # of TensorStore

@@ -336,7 +336,7 @@ def preflight(
     `sequences` is S of phases that name no rows.
 
     Returns:
-        Plain values for JSON, which `describe` formats. Sizes are in bytes per device and times in
+        Plain values for JSON, which `format_report` formats. Sizes are in bytes per device and times in
         seconds per step, unless the name says otherwise.
 
     Raises:
@@ -381,7 +381,7 @@ def preflight(
         "topology": topology.name,
         "chips": topology.chips,
         "devices": topology.devices,
-        "attention": attention.describe(
+        "attention": attention.attention_line(
             config, platform, sizes[-1], [phase.tokens for phase in phases]
         ),
         "device": topology.chip.device_kinds[0],
@@ -612,7 +612,7 @@ def would_fit(
     return None
 
 
-def describe(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     """Format a report as text."""
     chip = find(report["device"])
     assert chip
@@ -627,7 +627,7 @@ def describe(report: dict[str, Any]) -> str:
     if report["vocab_size_assumed"]:
         lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, since no rows are given")
     for i, phase in enumerate(report["phases"]):
-        lines += ["", *_describe_phase(i, phase, chip)]
+        lines += ["", *_phase_lines(i, phase, chip)]
     used = report["utilization"]
     lines += [
         "",
@@ -653,7 +653,7 @@ def _size(count: int | float) -> str:
     return f"{count / 1024**power:,.2f} {'MiB' if power == 2 else 'GiB'}"
 
 
-def _describe_phase(i: int, phase: dict[str, Any], chip: Chip) -> list[str]:
+def _phase_lines(i: int, phase: dict[str, Any], chip: Chip) -> list[str]:
     memory, flops, times = phase["memory"], phase["flops"], phase["roofline"]
     compiled = phase["method"] == "compiled"
     how = "BY FORMULA, not compiled"

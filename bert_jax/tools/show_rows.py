@@ -21,7 +21,7 @@ _LABELS = {IS_NEXT: "next sentence", IS_RANDOM: "random sentence", rows_lib.NO_L
 _SAMPLE, _REMOTE_SAMPLE = 20_000, 300  # rows whose labels are counted; each is a request on storage
 
 
-def describe(folder: str) -> Iterator[str]:
+def summary_lines(folder: str) -> Iterator[str]:
     """Yield lines that describe the rows: their format, and statistics of both splits."""
     manifest = rows_lib.read_manifest(folder)
     yield (

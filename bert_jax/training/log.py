@@ -113,7 +113,7 @@ class Log:
         # The learning rate of the window's last step.
         summary["learning_rate"] = float(self._rates[(step - 1) // self._config.log_every_steps])
         self._write(step, "train", summary)
-        note = self._phase.objective.describe(summary)
+        note = self._phase.objective.progress_text(summary)
         rows = float(self._phase.batch_size)
         if self._phase.smaller_batch_sizes:  # mean row count, from the tokens including padding
             steps = (step - 1) % self._config.log_every_steps + 1
@@ -125,7 +125,7 @@ class Log:
 
     def first(self, step: int, sums: dict[str, Any]) -> None:
         """Show the metrics of the first step of this start, which must be finished and begin a window."""
-        text = self._phase.objective.describe(self._phase.objective.summarize(means(sums)))
+        text = self._phase.objective.progress_text(self._phase.objective.summarize(means(sums)))
         self._progress.say(f"step {step:,}: {text}")
 
     def bad_step(self, bad_step: guard.BadStep) -> None:
@@ -160,7 +160,9 @@ class Log:
             return {}
         summary = self._phase.objective.summarize(metrics)
         self._write(step, "heldout", summary)
-        self._progress.say(f"step {step:,}: held-out {self._phase.objective.describe(summary)}")
+        self._progress.say(
+            f"step {step:,}: held-out {self._phase.objective.progress_text(summary)}"
+        )
         return summary
 
     def samples(self, step: int, lines: list[dict[str, Any]]) -> None:

@@ -34,7 +34,7 @@ def start_lines(
         params: the parameters or their shapes.
     """
     model = config.model
-    yield sharding.describe(mesh)
+    yield sharding.mesh_line(mesh)
     yield (
         f"model: L{model.layers}-H{model.hidden}-A{model.heads}, "
         f"{parameter_count(params, model):,} parameters, vocabulary of {model.vocab_size:,}"
@@ -55,7 +55,7 @@ def start_lines(
     hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
     yield (
         f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.dtype}; "
-        f"{attention.describe(config, *hardware, [phase.tokens for phase in phases])}"
+        f"{attention.attention_line(config, *hardware, [phase.tokens for phase in phases])}"
     )
     yield shown(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")
     yield from _changes(folder)

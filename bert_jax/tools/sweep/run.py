@@ -102,7 +102,7 @@ def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) ->
         print(f"not run because a dependency failed: {', '.join(blocked)}", file=sys.stderr)
     print(f"{len(done)} of {len(state)} points done", file=sys.stderr)
     if search:
-        print(search.describe())
+        print(search.best_trial_line())
     if interrupted:
         print("stopped; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -145,7 +145,7 @@ class Search:
             )
         return statistics.fmean(values[name] for values in metrics)
 
-    def describe(self) -> str:
+    def best_trial_line(self) -> str:
         """Return a line on the best trial so far."""
         if not self._count(self._states.COMPLETE):
             return "no trial is complete"
