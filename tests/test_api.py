@@ -139,8 +139,10 @@ def test_predict_matches_the_predict_command(finetuned, tmp_path):
 
 def test_repeated_calls_do_not_trace_again(run, finetuned, monkeypatch):
     tuned, inputs = bert_jax.load(finetuned[1]), run.encode(["bread"])
-    traces, token_inputs, repeated = [], bert.token_inputs, {}
-    monkeypatch.setattr(bert, "token_inputs", lambda *args: traces.append(1) or token_inputs(*args))
+    traces, attention_context, repeated = [], bert.attention_context, {}
+    monkeypatch.setattr(
+        bert, "attention_context", lambda *args: traces.append(1) or attention_context(*args)
+    )
     calls = {
         "embed": lambda: run.embed(["bread"], layers="1", weights=[0.5]),
         "predict": lambda: tuned.predict(["bread"]),

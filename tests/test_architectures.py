@@ -205,7 +205,7 @@ def test_causal_model_matches_transformers(build, changes):
 def test_local_layers_rotate_by_their_theta_or_that_of_global_layers(local_theta, expected):
     config = make_config(**MODERN | {"local_rope_theta": local_theta})
     lengths = jnp.array([[9]])
-    _, (_, rotation) = bert.token_inputs(config, rows.layout(lengths, lengths, 9))
+    _, (_, rotation) = bert.attention_context(config, rows.layout(lengths, lengths, 9))
     # The second pair of features of a head of 8 rotates by theta ** -1/4 for each position.
     np.testing.assert_allclose(rotation.cos[0, 5, 1], np.cos(5 * expected**-0.25), rtol=1e-5)
 

@@ -104,7 +104,7 @@ def test_kernel_bfloat16_error_is_comparable_to_xla(implementation):
 def test_sharded_attention_needs_no_communication(implementation):
     arrays, sequence = make_inputs(128, heads=4, rows=4)
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    places = [jax.NamedSharding(mesh, sharding.HEADS)] * 4, sharding.row_sharding(mesh)
+    places = [jax.NamedSharding(mesh, sharding.QKV_SPEC)] * 4, sharding.row_sharding(mesh)
     with jax.set_mesh(mesh):
         compiled = value_and_gradients.lower(
             *abstract((arrays, sequence), places), implementation
@@ -113,7 +113,7 @@ def test_sharded_attention_needs_no_communication(implementation):
     expected = value_and_gradients(arrays, sequence, "xla")
     for ours, theirs in zip(result, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
-        assert ours.sharding.spec == sharding.HEADS
+        assert ours.sharding.spec == sharding.QKV_SPEC
     assert "all-" not in compiled.as_text()
 
 

@@ -15,7 +15,7 @@ from bert_jax.config.flags import load
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
-from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
+from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches
 from bert_jax.objectives import finetuning
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
@@ -50,7 +50,7 @@ class RandomPairs(Pairs):
 
 
 def plan_of(dataset, **options):
-    return Plan(dataset.splits["train"], BATCH, 3, **options)
+    return PackedBatches(dataset.splits["train"], BATCH, 3, **options)
 
 
 def loss_and_grads(dataset, plan, params, pooling="mean", devices=1, model=MODEL, key=None):

@@ -77,7 +77,7 @@ def test_means_with_weights_below_one():
 
 
 def test_batches_sample_the_whole_split(rows):
-    opened = loader.Rows(rows(), "train")
+    opened = loader.RowDataset(rows(), "train")
 
     def order(batches):
         """Return the rows of the batches as indices into the split."""

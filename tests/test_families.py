@@ -22,7 +22,7 @@ from bert_jax.convert.export import export
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.huggingface import huggingface_config, to_huggingface
 from bert_jax.data import prepare, rows, vocabulary
-from bert_jax.data.loader import Rows, batches
+from bert_jax.data.loader import RowDataset, batches
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
@@ -449,7 +449,7 @@ def test_prepared_row_holds_the_ids_of_a_document(tokenizers, tmp_path):
         )  # fmt: skip
         return str(tmp_path / name)
 
-    opened = Rows(prepared("rows", str(tokenizers / "roberta")), "train")
+    opened = RowDataset(prepared("rows", str(tokenizers / "roberta")), "train")
     (made,) = batches(opened, opened.manifest.train.rows, 0, 0, 1, 0, 1)
     assert len(made["tokens"]) == 1
     (length,) = made["length"][made["length"] > 0].tolist()

@@ -30,7 +30,7 @@ from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import huggingface, pytorch, source
 from bert_jax.data import corpus, tables, texts, wordpiece
-from bert_jax.data.loader import Rows
+from bert_jax.data.loader import RowDataset
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.sentences import split_sentences
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
@@ -213,7 +213,7 @@ def read_vocabulary(folder):
 
 
 def read_rows(folder):
-    opened = Rows(folder, "train")
+    opened = RowDataset(folder, "train")
     return opened.read(range(min(len(opened), 8)))
 
 

@@ -80,15 +80,15 @@ def assert_same_except(clean, actual, empty):
 
 @pytest.mark.parametrize(("part", "split"), [("payload", "train"), ("checksum", "heldout")])
 def test_damaged_record_is_rejected_or_skipped_and_named(folder, part, split):
-    opened = loader.Rows(folder, split)
+    opened = loader.RowDataset(folder, split)
     clean, path = all_rows(opened), shard_of(folder, split)
     damage(path, opened, 3, part)
     with pytest.raises(UserError, match=f"record 3 of the shard {path}"):
-        all_rows(loader.Rows(folder, split))
+        all_rows(loader.RowDataset(folder, split))
     with pytest.raises(UserError, match=f"{path} fails its checksum"):
-        loader.Rows(folder, split).verify()
+        loader.RowDataset(folder, split).verify()
     messages = []
-    skipping = loader.Rows(folder, split, messages.append)
+    skipping = loader.RowDataset(folder, split, messages.append)
     for _ in range(2):
         assert_same_except(clean, all_rows(skipping), 3)
     (line,) = messages
@@ -99,12 +99,14 @@ def test_damaged_record_is_rejected_or_skipped_and_named(folder, part, split):
 
 def test_skipping_a_row_does_not_move_other_rows(folder):
     """Over two epochs, with threads that read ahead."""
-    opened = loader.Rows(folder, "train")
+    opened = loader.RowDataset(folder, "train")
     steps = 2 * len(opened) // 8
     clean = list(loader.batches(opened, 8, 1, 0, steps))
     damage(shard_of(folder), opened, 3)
     messages = []
-    result = list(loader.batches(loader.Rows(folder, "train", messages.append), 8, 1, 0, steps))
+    result = list(
+        loader.batches(loader.RowDataset(folder, "train", messages.append), 8, 1, 0, steps)
+    )
     hit = shuffled(np.arange(steps * 8), len(opened), 1).reshape(steps, 8) == 3
     assert hit.any()
     for step in range(steps):
@@ -114,12 +116,12 @@ def test_skipping_a_row_does_not_move_other_rows(folder):
 
 def test_each_process_skips_only_its_own_damaged_rows(folder):
     def lengths(process, skip=None):
-        opened = loader.Rows(folder, "heldout", skip)
+        opened = loader.RowDataset(folder, "heldout", skip)
         batches = loader.heldout_batches(opened, 8, 0, process, 2)
         return np.concatenate([batch["length"] for batch in batches])
 
     clean = [lengths(process) for process in (0, 1)]
-    damage(shard_of(folder, "heldout"), loader.Rows(folder, "heldout"), 3)
+    damage(shard_of(folder, "heldout"), loader.RowDataset(folder, "heldout"), 3)
     skipped = []
     for process in (0, 1):
         messages = []
@@ -135,7 +137,7 @@ def test_damaged_rows_policy(folder, policy, capsys):
     config = Config(phases=(PhaseConfig(rows=str(folder)),), batch_size=8, damaged_rows=policy)
     _, _, _, (phase,) = pretraining.make_phases(config)
     (clean,) = phase.batches(0, 1, 0, 1)
-    opened = loader.Rows(folder, "train")
+    opened = loader.RowDataset(folder, "train")
     number = int(shuffled([5], len(opened), config.seed)[0])
     damage(shard_of(folder), opened, number)
     _ = capsys.readouterr()
@@ -156,16 +158,16 @@ def test_damaged_rows_policy(folder, policy, capsys):
 
 @pytest.mark.parametrize("skip", [None, print])
 def test_unreadable_shard_is_never_skipped(folder, skip):
-    opened = loader.Rows(folder, "train", skip)
+    opened = loader.RowDataset(folder, "train", skip)
     path = shard_of(folder)
     data = path.read_bytes()
     path.write_bytes(data[:2000])
-    for read in (lambda: loader.Rows(folder, "train", skip), lambda: all_rows(opened)):
+    for read in (lambda: loader.RowDataset(folder, "train", skip), lambda: all_rows(opened)):
         with pytest.raises(UserError, match=f"{path} has 2000 bytes.* truncated"):
             read()
     path.unlink()
     with pytest.raises(UserError, match=f"cannot read the shard {path}: it does not exist"):
-        loader.Rows(folder, "train", skip)
+        loader.RowDataset(folder, "train", skip)
 
 
 def test_changed_vocabulary_is_rejected(folder):
@@ -177,7 +179,7 @@ def test_changed_vocabulary_is_rejected(folder):
 
 
 def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
-    opened = loader.Rows(folder, "train")
+    opened = loader.RowDataset(folder, "train")
     clean, path = all_rows(opened), shard_of(folder)
     data = path.read_bytes()
     # A small shard is mostly zero padding up to the next block, so every other flip avoids it.
@@ -190,7 +192,7 @@ def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
         with pytest.raises(UserError, match=path.name):
             opened.verify()
         messages = []
-        result = all_rows(loader.Rows(folder, "train", messages.append))
+        result = all_rows(loader.RowDataset(folder, "train", messages.append))
         empty = [int(line.split()[1]) for line in messages]
         assert_same_except(clean, result, empty)
         outcomes["skipped" if messages else "no difference"] += 1
@@ -203,4 +205,4 @@ def test_manifest_with_too_many_rows_is_rejected(folder):
         holder["rows"] = 10**12
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="too few for the 1000000000000 rows"):
-        loader.Rows(folder, "train")
+        loader.RowDataset(folder, "train")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bert_jax.config.schema import GuardConfig
-from bert_jax.data.loader import Rows
+from bert_jax.data.loader import RowDataset
 from bert_jax.errors import UserError
 from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import sharding
@@ -109,7 +109,7 @@ def test_bad_steps_are_recorded_with_their_rows(tmp_path, rows):
     # The rows are those of the batch.
     _, phase = small_phase(rows, *SHORT)
     batch = next(phase.batches(BAD, BAD + 1, 0, 1))
-    read = Rows(rows(), "train").read(np.array(line["rows"]))
+    read = RowDataset(rows(), "train").read(np.array(line["rows"]))
     for name, value in read.items():
         np.testing.assert_array_equal(value, batch[name])
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
-from bert_jax.data.examples import NO_EXAMPLE, Plan, pair, row_counts
+from bert_jax.data.examples import NO_EXAMPLE, PackedBatches, pair, row_counts
 from tests.helpers.examples import RandomExamples, plans, random_examples
 from tests.helpers.runs import VOCABULARY
 
@@ -51,7 +51,7 @@ def test_batch_contains_exactly_its_examples(head):
 
 
 def test_every_seed_and_epoch_has_a_different_order():
-    plan = Plan(random_examples("sequence"), 23, 0)
+    plan = PackedBatches(random_examples("sequence"), 23, 0)
     orders = {tuple(plan.members(epoch, seed)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     assert {tuple(sorted(order)) for order in orders} == {tuple(range(23))}
@@ -68,7 +68,7 @@ def test_batches_are_a_function_of_seed_and_step():
 
 def test_evaluation_packs_every_example_exactly_once():
     examples = random_examples("sequence", count=50)
-    plan = Plan(examples, 8, 7, shuffle=False, rows_multiple=2)
+    plan = PackedBatches(examples, 8, 7, shuffle=False, rows_multiple=2)
     batches = list(plan.batches(0, 0, plan.steps))
     assert len(batches) == plan.steps <= 7
     assert {batch["tokens"].shape for batch in batches} == {plan.shape[:2]}
@@ -108,7 +108,7 @@ def test_long_runs_use_the_smallest_sufficient_row_count(seed, batch_size, multi
         patch.setattr(examples_lib, "LONG_RUN_STEPS", 12)
         patch.setattr(examples_lib, "FIRST_STEPS", 4)
         short, long, again = (
-            Plan(examples, batch_size, steps, (0, 1), rows_multiple=multiple)
+            PackedBatches(examples, batch_size, steps, (0, 1), rows_multiple=multiple)
             for steps in (11, 12, 12)
         )
         assert len(short.shapes) == 1

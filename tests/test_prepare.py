@@ -333,7 +333,7 @@ def text(tmp_path_factory):
 
 
 def rows_of(folder, split):
-    opened = loader.Rows(folder, split)
+    opened = loader.RowDataset(folder, split)
     return opened.read(range(len(opened)))
 
 

@@ -43,7 +43,7 @@ def test_records_match_the_array_record_library(tmp_path, size):
 def test_number_of_open_shards_is_limited(rows, tmp_path, monkeypatch):
     """Running out of file descriptors does not count as a damaged record."""
     folder = shutil.copytree(rows(), tmp_path / "rows")
-    opened = loader.Rows(folder, "train")
+    opened = loader.RowDataset(folder, "train")
     expected, (path,) = opened.read(range(len(opened))), folder.glob("train-*")
     records = opened._records(range(len(opened)))
     path.unlink()
@@ -55,7 +55,7 @@ def test_number_of_open_shards_is_limited(rows, tmp_path, monkeypatch):
     used = {int(fd) for fd in os.listdir("/proc/self/fd")}
     free = itertools.islice((fd for fd in itertools.count() if fd not in used), 64)
     monkeypatch.setattr(loader, "_OPEN_SHARDS", 32)
-    many = loader.Rows(folder, "train", pytest.fail)
+    many = loader.RowDataset(folder, "train", pytest.fail)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, hard))
     try:
         result = many.read(range(len(many)))
@@ -97,7 +97,7 @@ REST = (slice(1, None), 0)  # no sequences after the first
 def test_inconsistent_record_is_rejected(rows, tmp_path, changes, problem):
     """The checksums of the record, the shard and the manifest are correct."""
     folder = shutil.copytree(rows(), tmp_path / "rows")
-    opened = loader.Rows(folder, "train")
+    opened = loader.RowDataset(folder, "train")
     form, (path,) = opened.manifest.format, folder.glob("train-*")
     records = opened._records(range(len(opened)))
     record = np.frombuffer(records[3], form.dtype).copy()
@@ -107,12 +107,12 @@ def test_inconsistent_record_is_rejected(rows, tmp_path, changes, problem):
     write(path, records)
     save_manifest(folder, [{"name": path.name, "rows": len(records)}])
 
-    again = loader.Rows(folder, "train")
+    again = loader.RowDataset(folder, "train")
     again.verify()
     again.read([0, 1, 2])
     with pytest.raises(UserError, match=f"record 3 of the shard .*{problem}"):
         again.read([2, 3])
     skipped = []
-    read = loader.Rows(folder, "train", skipped.append).read([2, 3])
+    read = loader.RowDataset(folder, "train", skipped.append).read([2, 3])
     assert problem in skipped[0]
     assert read["length"].any(1).tolist() == [True, False]

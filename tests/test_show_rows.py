@@ -9,7 +9,7 @@ import pytest
 
 from bert_jax import cli
 from bert_jax.data import vocabulary, wordpiece
-from bert_jax.data.loader import Rows
+from bert_jax.data.loader import RowDataset
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.tools import show_rows
@@ -19,7 +19,7 @@ def test_rows_are_shown_as_text(rows, capsys):
     folder = rows(32, 3)
     assert cli.main(["rows", str(folder), "--split", "heldout", "--index", "1", "--show", "2"]) == 0
     output = capsys.readouterr().out
-    opened, tokens = Rows(folder, "heldout"), wordpiece.load(folder).tokens
+    opened, tokens = RowDataset(folder, "heldout"), wordpiece.load(folder).tokens
     batch = opened.read([1, 2])
     texts = re.findall(r"^    (\[CLS\].*)$", output, re.M)
     expected = []
@@ -50,7 +50,7 @@ def test_split_statistics(rows, capsys):
     train = manifest.train
     for name in ("documents", "sequences", "rows"):
         assert f" {getattr(train, name):,} {name}" in output.splitlines()[1]
-    labels = Rows(folder, "train").read(range(train.rows))["label"]
+    labels = RowDataset(folder, "train").read(range(train.rows))["label"]
     share = (labels == 1).sum() / (labels >= 0).sum()
     assert f"{share:.1%} of pairs random" in output.splitlines()[1]
     assert "sequence 0" not in output

@@ -547,7 +547,7 @@ def wait_for_copies(opened):
 def test_remote_rows_equal_local_rows(remote_rows, rows, cache, monkeypatch, gigabytes):
     """Rows are read by range requests if the cache has no room, else from the cache."""
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", gigabytes)
-    far, near = loader.Rows(remote_rows, "train"), loader.Rows(rows(), "train")
+    far, near = loader.RowDataset(remote_rows, "train"), loader.RowDataset(rows(), "train")
     order = np.random.default_rng(0).permutation(len(near))
     if gigabytes == "1":
         wait_for_copies(far)
@@ -563,19 +563,19 @@ def test_altered_rows_are_detected(url, rows, cache):
     manifest = read_manifest(rows())
     name = manifest.train.shards[0].name
     content = bytearray(storage.read(f"{url}/{name}"))
-    opened = loader.Rows(rows(), "train")
+    opened = loader.RowDataset(rows(), "train")
     _, end = opened._layout.span(3)
     content[end - 1] ^= 1
     storage.write(f"{url}/{name}", bytes(content))
     with pytest.raises(UserError, match=f"record 3 .*{url}/{name}"):
-        loader.Rows(url, "train", copy=False).read([2, 3])
-    far = loader.Rows(url, "train")
+        loader.RowDataset(url, "train", copy=False).read([2, 3])
+    far = loader.RowDataset(url, "train")
     wait_for_copies(far)
     for _ in range(2):
         with pytest.raises(UserError, match=f"{url}/{name} fails its checksum"):
             far.read([0])
     skipped = []
-    far = loader.Rows(url, "train", skipped.append)
+    far = loader.RowDataset(url, "train", skipped.append)
     wait_for_copies(far)
     for _ in range(2):
         far.read([0])
@@ -584,14 +584,14 @@ def test_altered_rows_are_detected(url, rows, cache):
     assert list(cache.rglob("*.arrayrecord")) == []
     storage.write(f"{url}/{name}", bytes(content[:-100]))
     with pytest.raises(UserError, match="truncated or altered"):
-        loader.Rows(url, "train")
+        loader.RowDataset(url, "train")
     storage.delete([f"{url}/{name}"])
     with pytest.raises(UserError, match=f"{url}/{name} is missing"):
-        loader.Rows(url, "train")
+        loader.RowDataset(url, "train")
 
 
 def test_rows_in_use_stay_in_the_bounded_cache(remote_rows, cache, ranges, monkeypatch):
-    opened = loader.Rows(remote_rows, "train")
+    opened = loader.RowDataset(remote_rows, "train")
     wait_for_copies(opened)
     size = sum(shard.bytes for shard in opened._shards)
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", str(1.5 * size / 1e9))
@@ -620,7 +620,7 @@ def test_rows_in_use_stay_in_the_bounded_cache(remote_rows, cache, ranges, monke
 def test_unreadable_rows_are_not_skipped_as_damaged(url, rows, cache, monkeypatch):
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", "0")
     put(rows(), url)
-    opened = loader.Rows(url, "train", pytest.fail)
+    opened = loader.RowDataset(url, "train", pytest.fail)
     storage.delete([f"{url}/{shard.name}" for shard in opened._shards])
     for read in (opened.read, lambda indices: opened._read_or_skip(*indices)):
         with pytest.raises(UserError, match="does not exist"):

@@ -18,7 +18,7 @@ from bert_jax import cli
 from bert_jax import train as train_lib
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.data import prepare, wordpiece
-from bert_jax.data.loader import Rows
+from bert_jax.data.loader import RowDataset
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
@@ -291,7 +291,7 @@ def test_end_to_end_run_learns_and_writes_its_outputs(finished, rows):
     assert [line["step"] for line in train] == [*range(5, 301, 5), 302]
     assert [line["step"] for line in heldout] == [100, 200, 300, 302]
     last = heldout[-1]
-    losses = levels.read(str(rows()), Rows(rows(), "train").manifest.digest)
+    losses = levels.read(str(rows()), RowDataset(rows(), "train").manifest.digest)
     assert losses
     assert last["masked_lm_loss"] < losses.unigram
     assert last["masked_lm_perplexity"] == pytest.approx(np.exp(last["masked_lm_loss"]))

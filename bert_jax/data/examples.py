@@ -89,7 +89,7 @@ class Shape(NamedTuple):
     sequences: int
 
 
-class Plan:
+class PackedBatches:
     """The examples of each step's batch, and the shapes of the packed batches.
 
     Args:

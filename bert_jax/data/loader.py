@@ -29,7 +29,7 @@ _OPEN_SHARDS = 256
 HELDOUT_SEED = 0  # constant, so that all runs evaluate on the same rows
 
 
-class Rows:
+class RowDataset:
     """Random access to one split of a folder of rows.
 
     Attributes:
@@ -212,7 +212,7 @@ def prefetched(
 
 
 def batches(
-    rows: Rows,
+    rows: RowDataset,
     batch_size: int,
     seed: int,
     first_step: int,
@@ -242,14 +242,16 @@ def batches(
     return prefetched(batch_of, first_step, end_step, threads=2)
 
 
-def row_indices(rows: Rows, batch_size: int, seed: int, step: int, offset: int = 0) -> list[int]:
+def row_indices(
+    rows: RowDataset, batch_size: int, seed: int, step: int, offset: int = 0
+) -> list[int]:
     """Return the indices of the rows of a step's global batch (arguments as of `batches`)."""
     first = step * batch_size + offset
     return shuffled(np.arange(first, first + batch_size), len(rows), seed).tolist()
 
 
 def heldout_batches(
-    rows: Rows, batch_size: int, max_rows: int, process: int = 0, processes: int = 1
+    rows: RowDataset, batch_size: int, max_rows: int, process: int = 0, processes: int = 1
 ) -> Iterator[Batch]:
     """Iterate over this process's slice of a fixed sample of at most `max_rows` rows (0: all).
 

@@ -402,7 +402,7 @@ def _tokenize_batches(
     return chunks
 
 
-def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.Batch]:
+def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.FileRange]:
     """Yield batches of consecutive files of at least `prepare_worker.BATCH_BYTES`; "tfds" is one batch."""
     numbers = itertools.count()
     for i, source in enumerate(sources):
@@ -410,10 +410,10 @@ def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.Batch]
         for end, file in enumerate(source.files, 1):
             size += storage.stat(file)[0]
             if size >= prepare_worker.BATCH_BYTES:
-                yield prepare_worker.Batch(next(numbers), i, first, end)
+                yield prepare_worker.FileRange(next(numbers), i, first, end)
                 first, size = end, 0
         if first < len(source.files) or not source.files:
-            yield prepare_worker.Batch(next(numbers), i, first, len(source.files))
+            yield prepare_worker.FileRange(next(numbers), i, first, len(source.files))
 
 
 def _plan(

@@ -79,7 +79,7 @@ class Job:
         return self.folder / f"{split}.index"
 
 
-class Batch(NamedTuple):
+class FileRange(NamedTuple):
     """Files [first, end) of a source, to be read and tokenized by one worker."""
 
     number: int
@@ -262,7 +262,7 @@ class Worker:
             file.write(encoded)
             file.write(_FOOTER.pack(len(table), len(encoded)))
 
-    def tokenize_files(self, batch: Batch) -> None:
+    def tokenize_files(self, batch: FileRange) -> None:
         """Write a batch's chunks, the `long_lines` of each, and the report on the batch."""
         job, source = self._job, self._job.sources[batch.source]
         report = corpus.Report()

@@ -71,7 +71,7 @@ class ShardCache:
 
     Attributes:
         folder: where the copies are.
-        altered: names of shards whose copies failed their checksums, which `Rows.read` reports.
+        altered: names of shards whose copies failed their checksums, which `RowDataset.read` reports.
     """
 
     def __init__(self, url: str, digest: str, shards: Sequence[Shard], copy: bool):

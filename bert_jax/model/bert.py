@@ -56,7 +56,7 @@ REMAT_POLICIES = {
 }
 
 
-class Tokens(NamedTuple):
+class AttentionContext(NamedTuple):
     """What attention needs to know of the tokens besides their hidden states.
 
     Attributes:
@@ -90,16 +90,16 @@ def rotate(x: Float[Array, "B T N K"], by: Rotation) -> Float[Array, "B T N K"]:
     return rotated.astype(x.dtype)
 
 
-def token_inputs(config: ModelConfig, layout: Layout) -> Tokens:
+def attention_context(config: ModelConfig, layout: Layout) -> AttentionContext:
     """Return what the attention of all layers needs to know of packed rows."""
     if config.position_kind != "rope":
-        return Tokens(layout.segment_ids, None)
+        return AttentionContext(layout.segment_ids, None)
     head_size, theta = config.hidden // config.heads, config.rope_theta
     global_rotation, local_rotation = (
         rotation(layout.position_ids, head_size, base)
         for base in (theta, config.local_rope_theta or theta)
     )
-    return Tokens(layout.segment_ids, (global_rotation, local_rotation))
+    return AttentionContext(layout.segment_ids, (global_rotation, local_rotation))
 
 
 class LayerKind(NamedTuple):
@@ -189,43 +189,45 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        tokens: Tokens,
+        context: AttentionContext,
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
         c = self.config
         y = self._input(x)
-        q, k = self._queries_and_keys(y, tokens)
+        q, k = self._queries_and_keys(y, context)
         v = self.value(y)
         # Initialization traces one token, where only the shapes of parameters matter.
         implementation = "xla" if self.is_initializing() else c.attention
-        settings = (tokens.segment_ids, c.attention_dropout, fold_in(key, 0), implementation)
+        settings = (context.segment_ids, c.attention_dropout, fold_in(key, 0), implementation)
         with jax.named_scope("attend"):
             y = attention(q, k, v, *settings, **self._pattern)
         y = x + dropout(self.output(y), c.dropout, fold_in(key, 1))
         return y if c.norm_position == "pre" else self.norm(y)
 
     def query_key_value(
-        self, x: Float[Array, "B T D"], tokens: Tokens
+        self, x: Float[Array, "B T D"], context: AttentionContext
     ) -> tuple[Float[Array, "B T N K"], ...]:
         """Return the queries, keys and values, as attention takes them."""
         y = self._input(x)
-        return *self._queries_and_keys(y, tokens), self.value(y)
+        return *self._queries_and_keys(y, context), self.value(y)
 
-    def probabilities(self, x: Float[Array, "B T D"], tokens: Tokens) -> Float[Array, "B N T T"]:
+    def probabilities(
+        self, x: Float[Array, "B T D"], context: AttentionContext
+    ) -> Float[Array, "B N T T"]:
         """Return the attention probabilities, independently of `config.attention`."""
-        q, k = self._queries_and_keys(self._input(x), tokens)
-        return probabilities(q, k, tokens.segment_ids, **self._pattern)
+        q, k = self._queries_and_keys(self._input(x), context)
+        return probabilities(q, k, context.segment_ids, **self._pattern)
 
     def _input(self, x):
         is_normed = self.config.norm_position == "pre" and self.kind.has_attention_norm
         return self.norm(x) if is_normed else x
 
-    def _queries_and_keys(self, x, tokens):
+    def _queries_and_keys(self, x, context):
         q, k = self.query(x), self.key(x)
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        if tokens.rotations is not None:
-            by = tokens.rotations[self.kind.is_local]
+        if context.rotations is not None:
+            by = context.rotations[self.kind.is_local]
             q, k = rotate(q, by), rotate(k, by)
         return q, k
 
@@ -267,10 +269,10 @@ class Layer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        tokens: Tokens,
+        context: AttentionContext,
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
-        x = Attention(self.config, self.kind, name="attention")(x, tokens, fold_in(key, 0))
+        x = Attention(self.config, self.kind, name="attention")(x, context, fold_in(key, 0))
         return FeedForward(self.config, name="feed_forward")(x, fold_in(key, 1))
 
 
@@ -288,19 +290,19 @@ class Encoder(nn.Module):
         all_layers: bool = False,
     ) -> list[Float[Array, "B T D"]]:
         """Return the output of the last layer, or of all layers if `all_layers` is true."""
-        c, tokens = self.config, token_inputs(self.config, layout)
+        c, context = self.config, attention_context(self.config, layout)
         if self.is_initializing():
             states = []
             for i, kind in enumerate(layer_kinds(c)):
-                x = Layer(c, kind, name=f"layer_{i}")(x, tokens, None)
+                x = Layer(c, kind, name=f"layer_{i}")(x, context, None)
                 states.append(x)
         else:
-            states = self._run(x, tokens, key, all_layers)
+            states = self._run(x, context, key, all_layers)
         if c.final_norm:
             states[-1] = norm_layer(c, "norm")(states[-1])
         return states
 
-    def _run(self, x, tokens, key, all_layers):
+    def _run(self, x, context, key, all_layers):
         # Parameters are stored per layer and passed to a pure function, so checkpoints, LAMB's
         # norms and dropout bits do not depend on `layer_loop`.
         c, kinds = self.config, layer_kinds(self.config)
@@ -312,7 +314,7 @@ class Encoder(nn.Module):
                 has_rng = key is not None and c.lora.dropout
                 rngs: Any = {"lora": fold_in(layer_key, 2)} if has_rng else None
                 module = Layer(c, kind, parent=None)
-                return module.apply({"params": params}, x, tokens, layer_key, rngs=rngs)
+                return module.apply({"params": params}, x, context, layer_key, rngs=rngs)
 
             if c.remat != "none":
                 layer = jax.checkpoint(layer, policy=REMAT_POLICIES[c.remat])
@@ -365,8 +367,8 @@ class Encoder(nn.Module):
         """Return the queries, keys and values of layer i (from 0), given its input."""
         params = self.variables["params"][f"layer_{i}"]["attention"]
         attention = Attention(self.config, layer_kinds(self.config)[i], parent=None)
-        tokens = token_inputs(self.config, layout)
-        projections: Any = attention.apply({"params": params}, x, tokens, method="query_key_value")
+        context = attention_context(self.config, layout)
+        projections: Any = attention.apply({"params": params}, x, context, method="query_key_value")
         return projections
 
     def probabilities(
@@ -374,10 +376,10 @@ class Encoder(nn.Module):
     ) -> Float[Array, "L B N T T"]:
         """Return the attention probabilities of every layer, given each layer's input."""
         c, params = self.config, self.variables["params"]
-        tokens = token_inputs(c, layout)
+        context = attention_context(c, layout)
         maps: list[Any] = [
             Attention(c, kind, parent=None).apply(
-                {"params": params[f"layer_{i}"]["attention"]}, x, tokens, method="probabilities"
+                {"params": params[f"layer_{i}"]["attention"]}, x, context, method="probabilities"
             )
             for i, (kind, x) in enumerate(zip(layer_kinds(c), states, strict=True))
         ]

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.config.schema import EmbedConfig, ModelConfig
-from bert_jax.data.examples import NO_EXAMPLE, Plan
+from bert_jax.data.examples import NO_EXAMPLE, PackedBatches
 from bert_jax.model.bert import Bert, Params, pool_tokens
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
@@ -34,7 +34,7 @@ class Contrastive(Supervised):
         model: ModelConfig,
         dataset: Pairs,
         split: str,
-        plan: Plan,
+        plan: PackedBatches,
         embed: EmbedConfig | None = None,
     ):
         """Initialize as `Supervised`."""

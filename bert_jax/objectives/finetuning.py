@@ -17,7 +17,7 @@ from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.huggingface import shorten
 from bert_jax.convert.source import open_model
 from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
+from bert_jax.data.examples import FIRST_STEPS, Examples, PackedBatches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
@@ -172,7 +172,7 @@ def make_objective(
     model: ModelConfig,
     dataset: FinetuneDataset,
     split: str,
-    plan: Plan,
+    plan: PackedBatches,
     embed: EmbedConfig | None = None,
 ) -> Supervised:
     """Return the objective of a dataset for evaluation on `split`; `plan` is of the training set."""
@@ -306,7 +306,7 @@ def make_phase(
     seeds: Sequence[int],
     rows_multiple: int,
     vocabulary: Vocabulary | None = None,
-) -> tuple[FinetuneConfig, list[dict[str, Any]], Plan, Phase]:
+) -> tuple[FinetuneConfig, list[dict[str, Any]], PackedBatches, Phase]:
     """Return the single phase of a fine-tuning run.
 
     Args:
@@ -342,7 +342,7 @@ def make_phase(
     config.checkpoint.every_steps = config.checkpoint.every_steps or config.evaluate_every_steps
     validate(config)
     multiple = rows_multiple * config.accumulation
-    plan = Plan(
+    plan = PackedBatches(
         examples,
         config.batch_size,
         config.steps,
@@ -398,10 +398,12 @@ def evaluated_split(dataset: FinetuneDataset) -> str:
     raise UserError("there is nothing to evaluate on: set config.task.data or config.task.dev")
 
 
-def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: int) -> Plan:
+def evaluation_plan(
+    config: FinetuneConfig, examples: Examples, rows_multiple: int
+) -> PackedBatches:
     """Plan batches that contain every example of a split once."""
     size = config.batch_size * _EVALUATION_FACTOR
-    return Plan(
+    return PackedBatches(
         examples,
         size,
         -(-len(examples) // size),

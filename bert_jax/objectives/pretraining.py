@@ -14,7 +14,7 @@ import numpy as np
 from bert_jax.config.schema import Config, phase_ends
 from bert_jax.data import rows
 from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data.loader import Batch, Rows, batches, heldout_batches, row_indices
+from bert_jax.data.loader import Batch, RowDataset, batches, heldout_batches, row_indices
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
@@ -71,7 +71,9 @@ def make_phases(
                 f"phase {i} has no rows: add --rows DIR (once per phase, in order) or "
                 f"--config.phases[{i}].rows=DIR; `bert-jax prepare` creates them"
             )
-        train, heldout = (Rows(phase_config.rows, split, skip) for split in ("train", "heldout"))
+        train, heldout = (
+            RowDataset(phase_config.rows, split, skip) for split in ("train", "heldout")
+        )
         train.verify()
         heldout.verify()
         manifest = train.manifest

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.config.schema import DistillConfig, EmbedConfig, ModelConfig
 from bert_jax.data import rows
-from bert_jax.data.examples import NO_EXAMPLE, Plan
+from bert_jax.data.examples import NO_EXAMPLE, PackedBatches
 from bert_jax.data.loader import Batch
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params, init_params
@@ -61,7 +61,7 @@ class Supervised:
         model: ModelConfig,
         dataset: FinetuneDataset,
         split: str,
-        plan: Plan,
+        plan: PackedBatches,
         embed: EmbedConfig | None = None,
     ):
         """Initialize for evaluation on `split`; `plan` is of the training examples."""

@@ -17,7 +17,7 @@ AXES = ("data", "fsdp", "tensor")
 # Rows are sharded over both data-parallel axes.
 ROWS = PartitionSpec(("data", "fsdp"))
 # Queries, keys and values, [B T N K].
-HEADS = PartitionSpec(("data", "fsdp"), None, "tensor")
+QKV_SPEC = PartitionSpec(("data", "fsdp"), None, "tensor")
 
 # The first pattern that matches a parameter's path applies. Paths of optimizer state have the same
 # suffixes.
@@ -196,8 +196,8 @@ def shard_attention(attend: Callable[..., Array]) -> Callable[..., Array]:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return attend
-    in_specs = (HEADS, HEADS, HEADS, ROWS)
-    return jax.shard_map(attend, in_specs=in_specs, out_specs=HEADS, check_vma=False)
+    in_specs = (QKV_SPEC, QKV_SPEC, QKV_SPEC, ROWS)
+    return jax.shard_map(attend, in_specs=in_specs, out_specs=QKV_SPEC, check_vma=False)
 
 
 def sum_over_rows(function: Callable[..., Array]) -> Callable[..., Array]:

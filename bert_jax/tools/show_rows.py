@@ -12,7 +12,7 @@ from bert_jax.config.schema import MaskingConfig
 from bert_jax.data import rows as rows_lib
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.instances import IS_NEXT, IS_RANDOM
-from bert_jax.data.loader import Rows
+from bert_jax.data.loader import RowDataset
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.objectives.masking import Masker
@@ -38,7 +38,7 @@ def summary_lines(folder: str) -> Iterator[str]:
             f"{split.rows:,} rows, {split.real_tokens:,} tokens, {split.fill_fraction:.1%} full"
         )
         sample = _REMOTE_SAMPLE if storage.is_remote(folder) else _SAMPLE
-        labels = Rows(folder, name, copy=False).read(range(min(split.rows, sample)))["label"]
+        labels = RowDataset(folder, name, copy=False).read(range(min(split.rows, sample)))["label"]
         known = labels[labels != rows_lib.NO_LABEL]
         if len(known):
             line += f", {np.mean(known == IS_RANDOM):.1%} of pairs random"
@@ -61,7 +61,7 @@ def show(folder: str, split: str, indices: Sequence[int], seed: int = 0) -> Iter
         indices: indices of the rows.
         seed: seed of the masks, which are drawn with the default `MaskingConfig`.
     """
-    opened, vocabulary = Rows(folder, split, copy=False), vocabularies.load(folder)
+    opened, vocabulary = RowDataset(folder, split, copy=False), vocabularies.load(folder)
     if isinstance(vocabulary, vocabularies.TokenizerVocabulary):
         vocabulary = vocabulary.resized(opened.manifest.vocab_size)
     for index in indices:

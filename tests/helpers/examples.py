@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from bert_jax.config.schema import ModelConfig
-from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
+from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches
 from bert_jax.model.bert import shapes
 
 # Heads with the objectives of their targets.
@@ -79,5 +79,5 @@ def random_params(config, seed=0):
 
 def plans(dataset, batch_size=7, steps=5, **options):
     examples = dataset.splits["train"]
-    packed = Plan(examples, batch_size, steps, (0, 1), **options)
-    return packed, Plan(examples, batch_size, steps, (0, 1), one_a_row=True, **options)
+    packed = PackedBatches(examples, batch_size, steps, (0, 1), **options)
+    return packed, PackedBatches(examples, batch_size, steps, (0, 1), one_a_row=True, **options)

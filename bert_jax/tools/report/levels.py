@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data.loader import Rows
+from bert_jax.data.loader import RowDataset
 from bert_jax.errors import UserError
 
 MAX_TOKENS = 4_000_000
@@ -33,7 +33,7 @@ def read(folder: str, digest: str) -> Levels | None:
     Rows on object storage have levels only if the cache of this machine has a copy of them.
     """
     try:
-        train, heldout = (Rows(folder, split, copy=False) for split in ("train", "heldout"))
+        train, heldout = (RowDataset(folder, split, copy=False) for split in ("train", "heldout"))
         has_rows = train.manifest.digest == digest and len(heldout)
         if not (has_rows and train.is_local and heldout.is_local):
             return None
