@@ -62,7 +62,7 @@ def loss_and_grads(dataset, plan, params, pooling="mean", devices=1, model=MODEL
     @jax.jit
     def run(params, batch):
         def loss(params):
-            inputs = task.prepare(batch, jax.random.key(0))
+            inputs = task.make_inputs(batch, jax.random.key(0))
             terms = task.loss_terms(params, inputs, key)
             return terms["loss"][0] / task.normalizers(inputs)["loss"], terms
 

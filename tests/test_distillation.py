@@ -66,7 +66,7 @@ def make():
     label = (LENGTH > 0) - 1 + (LENGTH > 10)
     batch = {"tokens": tokens, "length": LENGTH, "a_length": A_LENGTH, "label": label}
     batch = jax.tree.map(jnp.asarray, batch)
-    inputs = objective.prepare(batch, jax.random.key(1))
+    inputs = objective.make_inputs(batch, jax.random.key(1))
     return objective, inputs, distillation.with_teacher(params, teacher_params)
 
 
@@ -250,7 +250,7 @@ def make_finetuning(dataset, config, teacher, distill):
         jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((config, teacher))
     )
     objective.distill(distill, Teacher(teacher, teacher_params))
-    inputs = objective.prepare(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
+    inputs = objective.make_inputs(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
     return objective, inputs, distillation.with_teacher(params, teacher_params)
 
 

@@ -248,7 +248,7 @@ def test_default_is_a_single_process():
 
     for error in (UserError("no"), Unavailable("no: answer")):  # the second ends with status 75
         with pytest.raises(UserError, match=f"^{error}$") as caught:
-            distributed.first("x", functools.partial(refuse, error))
+            distributed.run_on_process_0("x", functools.partial(refuse, error))
         assert type(caught.value) is type(error)
 
 

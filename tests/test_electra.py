@@ -20,7 +20,7 @@ from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
-from bert_jax.inference.fill_mask import MaskSampler
+from bert_jax.inference.fill_mask import MaskProbe
 from bert_jax.model import bert
 from bert_jax.model.bert import flatten, shapes, split_generator
 from bert_jax.model.flops import flops_per_row, parameter_count
@@ -53,7 +53,7 @@ def batch():
     tokens[np.arange(T) >= length] = PAD
     batch = {"tokens": tokens, "length": length, "a_length": length - 4, "label": length * 0 - 1}
     batch = jax.tree.map(jnp.asarray, batch)
-    return objective, batch, objective.prepare(batch, jax.random.key(1))
+    return objective, batch, objective.make_inputs(batch, jax.random.key(1))
 
 
 def weighted(objective, params, inputs, weights):
@@ -246,7 +246,7 @@ def test_unsupported_pretraining_settings_are_rejected():
     model = dataclasses.replace(MODEL, generator_hidden=10)
     assert "generator_hidden" in error_of(make_objective, model)
     vocabulary, mesh = Vocabulary((*SPECIAL, "a"), True), sharding.make_mesh(MeshConfig())
-    assert "sample_texts" in error_of(MaskSampler, MODEL, vocabulary, ["a [MASK]"], mesh)
+    assert "sample_texts" in error_of(MaskProbe, MODEL, vocabulary, ["a [MASK]"], mesh)
 
 
 def test_pretrained_model_learns_finetunes_and_exports(tmp_path, capsys):

@@ -95,13 +95,13 @@ def test_batches_sample_the_whole_split(rows):
 def test_masks_depend_on_the_row_alone(rows, monkeypatch):
     """Batches of 8, computed whole or in two accumulated parts, have the same metrics."""
     phase, _ = heldout(rows)
-    keys, prepare = [], phase.objective.prepare
+    keys, make_inputs = [], phase.objective.make_inputs
 
     def recorded(batch, key):
         jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
-        return prepare(batch, key)
+        return make_inputs(batch, key)
 
-    monkeypatch.setattr(phase.objective, "prepare", recorded)
+    monkeypatch.setattr(phase.objective, "make_inputs", recorded)
     params = phase.objective.init(jax.random.key(0))
     _, halves = small_phase(rows, f"batch_size={BATCH}", f"evaluate_rows={ROWS}", "accumulation=2")
     mesh = sharding.make_mesh(MeshConfig())

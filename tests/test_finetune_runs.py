@@ -108,14 +108,14 @@ def test_background_compilation_failure_stops_the_run(data, tmp_path, several, m
 
 
 def test_sigterm_after_last_step_stops_before_next_seed(data, tmp_path, monkeypatch, capsys):
-    heldout = Log.heldout
+    evaluate_and_log = Log.evaluate_and_log
 
     def told_to_stop(log, step, measure):
         if step == 12:
             signal.raise_signal(signal.SIGTERM)
-        return heldout(log, step, measure)
+        return evaluate_and_log(log, step, measure)
 
-    monkeypatch.setattr(Log, "heldout", told_to_stop)
+    monkeypatch.setattr(Log, "evaluate_and_log", told_to_stop)
     folder = tmp_path / "runs"
     argv = arguments(data, folder, "epochs=1", options=("--seeds", "2"))
     assert cli.main(argv) == cli.EXIT_INTERRUPTED

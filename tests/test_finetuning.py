@@ -55,7 +55,7 @@ def loss_and_grads(dataset, plan, config, key=None):
     task = make_objective(config, dataset, "train", plan)
 
     def loss(params, batch):
-        inputs = task.prepare(batch, jax.random.key(0))
+        inputs = task.make_inputs(batch, jax.random.key(0))
         total, weight = task.loss_terms(params, inputs, key)["loss"]
         return total / jnp.maximum(task.normalizers(inputs)["loss"], 1), weight
 
@@ -222,7 +222,7 @@ def test_losses_and_logits_match_transformers(head, objective):
 
     task = make_objective(config, dataset, "train", plan)
     batch = plan.batch(0, 0)
-    inputs = task.prepare(jax.device_put(batch), jax.random.key(0))
+    inputs = task.make_inputs(jax.device_put(batch), jax.random.key(0))
     logits = task.predict(params, inputs)
     result = task.logits("train", [(batch, jax.device_get(logits))])
     for row, i in enumerate(members):
@@ -404,7 +404,7 @@ def test_feature_encoder_has_no_dropout_and_no_gradient():
         assert np.any(value) != path.startswith(("embeddings/", "encoder/")), path
     seen = []
     task = make_objective(config, TOKEN, "train", plan)
-    inputs = task.prepare(jax.device_put(batch), jax.random.key(0))
+    inputs = task.make_inputs(jax.device_put(batch), jax.random.key(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bert, "dropout", lambda x, rate, key: (seen.append(key), x)[1])
         arguments = (inputs.tokens, inputs.layout, jax.random.key(0))
@@ -486,7 +486,7 @@ def test_dropout_is_used_only_in_training():
     plan = plans(SEQUENCE)[0]
     task = make_objective(model_config(SEQUENCE, dropout=0.5), SEQUENCE, "train", plan)
     params = random_params(task.model.config)
-    inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
+    inputs = task.make_inputs(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
     loss = jax.jit(lambda key: task.loss_terms(params, inputs, key)["loss"][0])
     a, b, again = (float(loss(generator_key(jax.random.key(i), "hash"))) for i in (0, 1, 0))
     assert a == again != b

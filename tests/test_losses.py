@@ -54,7 +54,7 @@ def test_z_loss_is_added_to_the_pretraining_loss(causal):
     batch["tokens"] = np.arange(32).reshape(2, 16)
     objective, key = phase.objective, jax.random.key(0)
     params = objective.init(key)
-    inputs = objective.prepare({k: jnp.asarray(v) for k, v in batch.items()}, key)
+    inputs = objective.make_inputs({k: jnp.asarray(v) for k, v in batch.items()}, key)
     masked = inputs.masked
     outputs = objective.model.apply(
         {"params": params}, masked.tokens, inputs.layout, masked.positions

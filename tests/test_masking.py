@@ -355,7 +355,7 @@ def test_training_batches_hold_their_prediction_counts(rows):
             assert batch.keys() == phase.batch_shape.keys()
             step += 1
         assert "num_predictions" not in next(phase.heldout(0, 1))
-        inputs = phase.objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(0))
+        inputs = phase.objective.make_inputs(jax.tree.map(jnp.asarray, batch), jax.random.key(0))
         assert float(inputs.masked.weights.sum()) == batch["num_predictions"].sum()
 
 

@@ -37,7 +37,7 @@ def make(tokens, length, a_length, config=CONFIG, **masking):
     row_format = rows.RowFormat(T, length.shape[1], VOCAB)
     objective = MaskedLM(config, MaskingConfig(**masking), row_format, 3, np.zeros(VOCAB, bool))
     batch = {"tokens": tokens, "length": length, "a_length": a_length, "label": length * 0 - 1}
-    return objective, objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(1))
+    return objective, objective.make_inputs(jax.tree.map(jnp.asarray, batch), jax.random.key(1))
 
 
 def test_loss_matches_the_paper():

@@ -248,7 +248,7 @@ def test_batches_and_masks_are_bitwise_equal_on_any_mesh(rows):
     halves = [next(phase.batches(3, 4, process, 2)) for process in range(2)]
     for name, value in batch.items():
         np.testing.assert_array_equal(value, np.concatenate([half[name] for half in halves]))
-    inputs = jax.jit(phase.objective.prepare)
+    inputs = jax.jit(phase.objective.make_inputs)
     key = jax.random.fold_in(jax.random.key(0), 3)
     meshes = [sharding.make_mesh(MeshConfig(), jax.devices()[:n]) for n in (1, 2, 8)]
     one, *more = [jax.device_get(inputs(sharding.shard_batch(batch, mesh), key)) for mesh in meshes]

@@ -97,13 +97,13 @@ class MaskFiller:
         ]
 
 
-class MaskSampler:
+class MaskProbe:
     """Mask filling in fixed texts while a model trains.
 
     Args:
         model, vocabulary: those of the model that trains.
         texts: texts with [MASK].
-        mesh: the mesh of the parameters; all its processes call the sampler together.
+        mesh: the mesh of the parameters; all its processes call the probe together.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def predictions(
         kept.model = Bert(copy.deepcopy(objective.model.config))  # configs are mutable
         _PREDICT[kind] = jax.jit(
             lambda params, batch: kept.predict(
-                params, kept.prepare(batch, jax.random.key(HELDOUT_SEED))
+                params, kept.make_inputs(batch, jax.random.key(HELDOUT_SEED))
             )
         )
     params = jax.device_put(params, sharding.replicated(mesh))

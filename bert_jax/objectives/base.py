@@ -43,7 +43,7 @@ class Objective(Protocol):
         """Return random parameters, independent of the shape of the rows."""
         ...
 
-    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
+    def make_inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
         """Convert rows to inputs on the device; rows are the first axis of every leaf."""
         ...
 

@@ -58,10 +58,10 @@ class ReplacedTokens(MaskedLM):
         super().__init__(*args)
         self.loss_scales = {LOSS: self.model.config.replaced_token_weight}
 
-    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:  # pyright: ignore
+    def make_inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:  # pyright: ignore
         """Convert rows to inputs on the device, masked as a function of the key."""
         mask_key, draw_key = jax.random.split(key)
-        inputs = super().prepare(batch, mask_key)
+        inputs = super().make_inputs(batch, mask_key)
         return Inputs(inputs, jax.random.uniform(draw_key, inputs.masked.positions.shape))
 
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:  # pyright: ignore

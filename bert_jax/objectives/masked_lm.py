@@ -70,7 +70,7 @@ class MaskedLM:
         """Return random parameters, independent of the format of the rows."""
         return init_params(self.model.config, key)
 
-    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
+    def make_inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
         """Convert rows to inputs on the device, masked as a function of the key."""
         batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
         length, a_length = batch["length"], batch["a_length"]

@@ -131,7 +131,7 @@ class Supervised:
         """Return random parameters of the encoder and the head."""
         return init_params(self.model.config, key)
 
-    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
+    def make_inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
         """Convert rows to inputs on the device."""
         layout = rows.layout(batch["length"], batch["a_length"], batch["tokens"].shape[1])
         return Inputs(batch["tokens"], layout, batch["example"], batch.get("label"))

@@ -51,7 +51,7 @@ _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 LOG, SAMPLES = "log.txt", "samples.jsonl"
 
 # Config keys that may change between starts of the same run; with a final ".", all keys below.
-_FREE = (
+MAY_CHANGE_ON_RESUME = (
     "platform", "deterministic", "mesh.", "model.attention", "checkpoint.", "embed.", "guard.",
     "damaged_rows", "profile_steps", "sample_texts", "trackers",
 )  # fmt: skip
@@ -427,7 +427,9 @@ def write_or_check_config(
 
 def _matters(key: str) -> bool:
     """Whether a config key must be the same in all starts of a run."""
-    free = any(key.startswith(name) if name.endswith(".") else key == name for name in _FREE)
+    free = any(
+        key.startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE_ON_RESUME
+    )
     return not free and not key.endswith(".rows")
 
 

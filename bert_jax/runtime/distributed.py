@@ -184,7 +184,7 @@ def leave() -> None:
             _wait_for_all(f"{_PREFIX}/left", time.monotonic() + _FAREWELL_SECONDS)
 
 
-def first(what: str, action: Callable[[], None]) -> None:
+def run_on_process_0(what: str, action: Callable[[], None]) -> None:
     """Run `action` on process 0 while the others wait; all raise its `UserError`.
 
     Args:

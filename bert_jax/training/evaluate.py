@@ -44,7 +44,7 @@ def make_evaluate(
 
         def prepare_row(row, index):
             key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), index)
-            inputs = objective.prepare({name: value[None] for name, value in row.items()}, key)
+            inputs = objective.make_inputs({name: value[None] for name, value in row.items()}, key)
             return jax.tree.map(lambda x: x[0], inputs)
 
         rows = len(jax.tree.leaves(batch)[0])

@@ -123,7 +123,7 @@ class Log:
             note = note.partition(" nsp ")[0]
         self._progress.note(f"{note} lr {summary['learning_rate']:.1g}{speed}")
 
-    def first(self, step: int, sums: dict[str, Any]) -> None:
+    def log_first_step(self, step: int, sums: dict[str, Any]) -> None:
         """Show the metrics of the first step of this start, which must be finished and begin a window."""
         text = self._phase.objective.progress_text(self._phase.objective.summarize(means(sums)))
         self._progress.say(f"step {step:,}: {text}")
@@ -145,7 +145,9 @@ class Log:
         if not bad_step.stops:
             self._progress.say(f"{bad_step}; skipped its batch")
 
-    def heldout(self, step: int, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def evaluate_and_log(
+        self, step: int, evaluate: Callable[[], dict[str, float]]
+    ) -> dict[str, float]:
         """Evaluate, write the held-out metrics and return them as the objective summarizes them.
 
         The time that `evaluate` takes does not count as training time. All dispatched steps must be
