@@ -18,7 +18,7 @@ _HALF_LENGTH = 1000  # characters
 RENAMED: dict[str, str] = {}
 
 
-def shown(text: str) -> str:
+def with_user_paths(text: str) -> str:
     """Return a message with the names of paths as the user gave them."""
     for path, name in RENAMED.items():
         text = text.replace(path, name)
@@ -33,7 +33,7 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str):
-        message = shown(message)
+        message = with_user_paths(message)
         # Messages may quote files. Shorten them in the middle, since the advice is at the end, and
         # escape line breaks and terminal codes.
         if len(message) > 2 * _HALF_LENGTH:

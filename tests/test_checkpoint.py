@@ -104,7 +104,7 @@ def assert_whole_run(folder, run):
     kept = steps(folder / "checkpoints")
     assert kept == steps(run / "checkpoints") == [2, 4, 6]
     for number in kept:
-        assert checkpoint.damage(step(folder, number)) is None
+        assert checkpoint.find_damage(step(folder, number)) is None
     assert checkpoint.load_model(folder)[3] == checkpoint.load_model(run)[3]
 
 
@@ -139,14 +139,14 @@ def test_damage_to_any_file_is_detected(copy):
     for path, harm in itertools.product(paths, DAMAGES):
         content, name = path.read_bytes(), path.relative_to(folder).as_posix()
         harm(path)
-        assert checkpoint.damage(folder).startswith(f"{name} "), harm
+        assert checkpoint.find_damage(folder).startswith(f"{name} "), harm
         item = name.split("/")[0]
         for items in ([checkpoint.PARAMS], [checkpoint.METRICS], []):
             concerns = "/" not in name or item in items
-            assert bool(checkpoint.damage(folder, items)) == concerns
+            assert bool(checkpoint.find_damage(folder, items)) == concerns
         path.write_bytes(content)
     (folder / "params" / "new").touch()
-    assert checkpoint.damage(folder) == "params/new is not in manifest.json"
+    assert checkpoint.find_damage(folder) == "params/new is not in manifest.json"
 
 
 def test_several_damaged_checkpoints_and_repeated_damage(run, copy, capfd):
@@ -412,11 +412,11 @@ def test_removed_checkpoints_stay_intact_until_deleted(tmp_path):
         assert steps(tmp_path) == [number]
         for gone in steps(tmp_path / "removed") if number > 1 else []:
             assert gone == number - 1
-            assert checkpoint.damage(tmp_path / "removed" / str(gone)) is None
+            assert checkpoint.find_damage(tmp_path / "removed" / str(gone)) is None
     checkpoints.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "saved"]
     checkpoint.seal(tmp_path / "3", {"step": 3})  # sealing is idempotent
-    assert checkpoint.damage(tmp_path / "3") is None
+    assert checkpoint.find_damage(tmp_path / "3") is None
 
 
 def test_failed_save_keeps_other_checkpoints(tmp_path, monkeypatch):
@@ -433,7 +433,7 @@ def test_failed_save_keeps_other_checkpoints(tmp_path, monkeypatch):
             checkpoints.wait()
     again = Checkpoints(tmp_path, config)
     assert again.steps() == [1]
-    assert checkpoint.damage(tmp_path / "1") is None
+    assert checkpoint.find_damage(tmp_path / "1") is None
     save(again, 2)
     again.close()
     assert steps(tmp_path) == [2]
@@ -456,7 +456,7 @@ def test_saves_slower_than_their_interval_do_not_overlap(tmp_path, monkeypatch):
     checkpoints.wait()
     assert checkpoints.steps() == [1, 2, 3, 4, 5]
     for number in checkpoints.steps():
-        assert checkpoint.damage(tmp_path / str(number)) is None
+        assert checkpoint.find_damage(tmp_path / str(number)) is None
         result = checkpoints.restore_params(number, jax.eval_shape(lambda: PARAMS))
         jax.tree.map(np.testing.assert_array_equal, result, params_of(number))
     checkpoints.close()
@@ -468,10 +468,10 @@ def test_io_error_is_damage_but_permission_error_is_not(tmp_path, monkeypatch):
     checkpoints.close()
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(files, "crc32c", mock.Mock(side_effect=error))
-    assert "cannot be read" in checkpoint.damage(tmp_path / "1")
+    assert "cannot be read" in checkpoint.find_damage(tmp_path / "1")
     error.errno = errno.EACCES
     with pytest.raises(UserError, match="permission denied"):
-        checkpoint.damage(tmp_path / "1")
+        checkpoint.find_damage(tmp_path / "1")
 
 
 def test_lock_is_released_when_its_owner_is_killed(tmp_path):
@@ -553,7 +553,7 @@ def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):
     kept = steps(tmp_path / "full" / "checkpoints")
     assert kept
     for number in kept:
-        assert checkpoint.damage(step(tmp_path / "full", number)) is None
+        assert checkpoint.find_damage(step(tmp_path / "full", number)) is None
     assert f"resuming at step {kept[-1]} of 40" in output
     assert steps(tmp_path / "done" / "checkpoints") == list(range(2, 41, 2))
     assert f"cannot use the folder {folder}: the file system is read-only" in output[-1]

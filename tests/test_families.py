@@ -429,7 +429,7 @@ def test_masked_lm_loss_and_gradients_equal_transformers(tmp_path, tokenizers, p
     np.testing.assert_allclose(value, reference.loss.item(), rtol=0, atol=1e-5)
     expected = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
     settings = huggingface_config(config.model, vocab)
-    _, mine = FAMILIES[config.model.family].to_theirs(settings, to_huggingface(grads, config.model))
+    _, mine = FAMILIES[config.model.family].to_hf(settings, to_huggingface(grads, config.model))
     for name, value in mine.items():
         other = expected.get(name, expected.get(name.replace("decoder.bias", "bias")))
         if "word_embeddings" in name or "tok_embeddings" in name:  # PyTorch skips the padding_idx
@@ -517,7 +517,7 @@ def modernbert_settings(**changes):
         "global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "local_attention": 128,
         "attention_bias": False, "mlp_bias": False, "classifier_bias": False, "norm_bias": False,
     }  # fmt: skip
-    return FAMILIES["modernbert"].to_ours(first | changes, {})[0]
+    return FAMILIES["modernbert"].from_hf(first | changes, {})[0]
 
 
 def test_modernbert_configs_of_both_versions_are_read():
@@ -525,7 +525,7 @@ def test_modernbert_configs_of_both_versions_are_read():
     read = modernbert_settings(local_rope_theta=None)
     assert read["local_rope_theta"] == 0
     read |= {"position_embedding_type": "absolute", "hidden_activation": "gelu", "mlp_dropout": 0.0}
-    assert FAMILIES["modernbert"].to_theirs(read, {})[0]["local_rope_theta"] == 160000
+    assert FAMILIES["modernbert"].to_hf(read, {})[0]["local_rope_theta"] == 160000
     kinds = ["full_attention", *["sliding_attention"] * 3] * 2
     assert modernbert_settings(layer_types=kinds)["global_attn_every_n_layers"] == 4
     rope = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 5.0}}

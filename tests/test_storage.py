@@ -374,7 +374,7 @@ def test_suspended_owner_does_not_write_to_sealed_steps(url, monkeypatch):
         save()
     left = checkpoint.Checkpoints(other, CheckpointConfig(), read_only=True)
     assert left.steps() == [1]
-    assert checkpoint.damage(left.folder_of(1)) is None
+    assert checkpoint.find_damage(left.folder_of(1)) is None
 
 
 # --- Files and folders ----------------------------------------------------------------------------
@@ -643,7 +643,7 @@ def test_damaged_checkpoints_are_set_aside(url, capfd):
         for step in (1, 2, 3, 4):
             written.save(step, {"a": jnp.arange(50.0) + step}, {"b": jnp.ones(3)})
         written.close()
-        assert not [s for s in written.steps() if checkpoint.damage(written.folder_of(s))]
+        assert not [s for s in written.steps() if checkpoint.find_damage(written.folder_of(s))]
         stats = storage.listing(checkpoints)
 
         def largest(step):

@@ -6,7 +6,7 @@ import os
 import pathlib
 
 from bert_jax.cli.common import Verbs, check_local, load_config
-from bert_jax.errors import UserError, shown
+from bert_jax.errors import UserError, with_user_paths
 from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point
 
 _DATA = "$BERT_JAX_DATA"
@@ -181,4 +181,4 @@ def _report(options) -> None:
         print(experiment.write_readme(folder))
     if len(experiments) < len(options.folders):
         folders = [folder for folder in options.folders if folder not in experiments]
-        print(shown(str(runs.write(folders, options.out or "report.html"))))
+        print(with_user_paths(str(runs.write(folders, options.out or "report.html"))))

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from bert_jax.cli.common import Parser, Verbs, add_model, add_which
-from bert_jax.errors import UserError, shown
+from bert_jax.errors import UserError, with_user_paths
 
 
 def add_predict(verbs: Verbs) -> None:
@@ -261,7 +261,7 @@ def _attention(options) -> None:
     maps = AttentionMapper(opened)(options.text, options.text_b)
     written = attention.write(maps, options.init, options.out, options.rollout)
     layers, heads, tokens, _ = maps.probabilities.shape
-    paths = shown(", ".join(map(str, written)))
+    paths = with_user_paths(", ".join(map(str, written)))
     print(f"{paths}: {layers} layers of {heads} heads, {tokens} tokens")
 
 

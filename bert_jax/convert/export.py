@@ -33,7 +33,7 @@ _PROBLEM_TYPES = {
 }
 
 
-@storage.writes("out", new=True)
+@storage.with_uploaded_output("out", new=True)
 def export(
     source: str,
     out: str | pathlib.Path,
@@ -128,7 +128,7 @@ def _converted(
     """Return config.json and the tensors of a model, as transformers names them."""
     family, settings = FAMILIES[model.family], huggingface.huggingface_config(model, vocabulary)
     tensors = huggingface.to_huggingface(jax.device_get(params), model)
-    settings, tensors = family.to_theirs(settings, tensors)
+    settings, tensors = family.to_hf(settings, tensors)
     prefix = f"{family.encoder}."
     if all(key.startswith(prefix) for key in tensors):  # the class is the encoder
         tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
@@ -148,7 +148,7 @@ def _write_model(
         files.write(folder / file, content)
 
 
-@storage.writes("out", new=True)
+@storage.with_uploaded_output("out", new=True)
 def export_all(
     source: str,
     out: str | pathlib.Path,

@@ -20,7 +20,7 @@ from bert_jax.model.layers import change_vocabulary
 from bert_jax.storage import files
 
 
-@storage.writes("out", new=True)
+@storage.with_uploaded_output("out", new=True)
 def extend_vocabulary(
     source: str,
     out: str | os.PathLike,

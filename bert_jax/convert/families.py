@@ -45,8 +45,8 @@ class Family:
         head_names: kind of head → names of modules that differ from `names` and `config.HEADS`.
         token_ids: key in config.json → attribute of `Vocabulary`, besides pad_token_id.
         causal_class: rest of the name of the class of left-to-right models; "" for none.
-        to_ours: applied to imported files before `names`, to split or slice tensors.
-        to_theirs: its inverse, applied to exported ones after `names`.
+        from_hf: applied to imported files before `names`, to split or slice tensors.
+        to_hf: its inverse, applied to exported ones after `names`.
     """
 
     title: str
@@ -64,8 +64,8 @@ class Family:
     head_names: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     token_ids: Mapping[str, str] = dataclasses.field(default_factory=dict)
     causal_class: str = ""
-    to_ours: Rewrite = _unchanged
-    to_theirs: Rewrite = _unchanged
+    from_hf: Rewrite = _unchanged
+    to_hf: Rewrite = _unchanged
 
     @property
     def has_pooler(self) -> bool:
@@ -179,7 +179,7 @@ BERT = Family(
     causal_class="LMHeadModel",
 )
 
-# modeling_modernbert.py, with fused tensors split by `modernbert.to_ours`
+# modeling_modernbert.py, with fused tensors split by `modernbert.from_hf`
 MODERNBERT = Family(
     title="ModernBERT",
     class_prefix="ModernBert",
@@ -250,8 +250,8 @@ MODERNBERT = Family(
         "sep_token_id": "sep_id",
         "eos_token_id": "sep_id",
     },
-    to_ours=modernbert.to_ours,
-    to_theirs=modernbert.to_theirs,
+    from_hf=modernbert.from_hf,
+    to_hf=modernbert.to_hf,
 )
 
 
@@ -299,8 +299,8 @@ ROBERTA = Family(
     fixed={"pooler_activation": "tanh"},
     head_names={"sequence": {"pooler": "classifier.dense", "classifier": "classifier.out_proj"}},
     causal_class="ForCausalLM",
-    to_ours=_drop_padding_positions,
-    to_theirs=_add_padding_positions,
+    from_hf=_drop_padding_positions,
+    to_hf=_add_padding_positions,
 )
 
 # modeling_distilbert.py

@@ -50,14 +50,14 @@ _OPTIONS = (
 # --- Tensors --------------------------------------------------------------------------------------
 
 
-def _their_name(path: str, names: Mapping[str, str]) -> str:
+def _hf_name(path: str, names: Mapping[str, str]) -> str:
     if path in names:
         return names[path]
     module, _, leaf = path.rpartition("/")
     return f"{names[module]}.{'bias' if leaf == 'bias' else 'weight'}"
 
 
-def _their_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _hf_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the canonical shape: attention heads merged, and kernels [in, out] as [out, in]."""
     if path.endswith("attention/output/kernel"):
         shape = (shape[0] * shape[1], shape[2])
@@ -80,10 +80,10 @@ def to_huggingface(params: Params, config: ModelConfig) -> Tensors:
     family = FAMILIES[config.family]
     names, tensors = family.names_of(config), {}
     for path, value in flatten(params).items():
-        value, shape = np.asarray(value), _their_shape(path, value.shape)
+        value, shape = np.asarray(value), _hf_shape(path, value.shape)
         value = value.reshape(shape[::-1]).T if _is_transposed(path) else value.reshape(shape)
         value = value[: len(value) - _vocabulary_padding(path, config)]
-        tensors[_their_name(path, names)] = np.ascontiguousarray(value)
+        tensors[_hf_name(path, names)] = np.ascontiguousarray(value)
     if config.masked_lm and config.decoder_bias and not config.tied_decoder:
         # An untied decoder has its own bias; transformers keeps this parameter but does not use it.
         tensors[family.names["masked_lm/bias"]] = tensors[family.decoder_bias]
@@ -105,13 +105,13 @@ def from_huggingface(
     display_names = display_names or {}
     missing, misshapen, non_finite = [], [], []
     for path, leaf in flatten(shapes(config)).items():
-        name, padding = _their_name(path, names), _vocabulary_padding(path, config)
+        name, padding = _hf_name(path, names), _vocabulary_padding(path, config)
         if name not in tensors:
             missing.append(name)
             continue
         value = np.asarray(tensors[name])
         name = display_names.get(name, name)
-        first, *rest = _their_shape(path, leaf.shape)
+        first, *rest = _hf_shape(path, leaf.shape)
         if value.shape != (first - padding, *rest):
             misshapen.append(f"{name} is {list(value.shape)}, not {[first - padding, *rest]}")
             continue
@@ -159,7 +159,7 @@ def unexpected(tensors: Collection[str], config: ModelConfig) -> list[str]:
     """Return the canonical names of tensors that the model does not have."""
     names = FAMILIES[config.family].names_of(config)
     paths = flatten(shapes(config))
-    return sorted(set(tensors) - {_their_name(path, names) for path in paths})
+    return sorted(set(tensors) - {_hf_name(path, names) for path in paths})
 
 
 def shorten(names: Collection[str]) -> str:

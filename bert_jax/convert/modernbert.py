@@ -1,6 +1,6 @@
 """ModernBERT in transformers (modeling_modernbert.py): fused tensors and config.json.
 
-`to_ours` splits tensors that transformers fuses, queries with keys and values and the two halves of
+`from_hf` splits tensors that transformers fuses, queries with keys and values and the two halves of
 the feed-forward layer, and reduces the versions of config.json to the first one's keys, with which
 all versions of transformers load an export.
 """
@@ -26,7 +26,7 @@ _SAME = {
 _NORMS = {True: "layer_norm", False: "layer_norm_no_bias"}
 
 
-def to_ours(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
+def from_hf(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
     """Split fused tensors, and return settings with one key for each field of `ModelConfig`."""
     settings = {**settings, "norm": _NORMS[bool(settings.get("norm_bias", False))]}
     if settings.get("local_rope_theta", 0) is None:
@@ -78,8 +78,8 @@ def _split(item: tuple[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
     return [item]
 
 
-def to_theirs(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
-    """Invert `to_ours`."""
+def to_hf(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
+    """Invert `from_hf`."""
     settings = dict(settings)
     del settings["position_embedding_type"]
     norm = settings.pop("norm")

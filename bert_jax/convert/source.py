@@ -110,7 +110,7 @@ class OpenModel(NamedTuple):
     step: int
 
 
-@storage.reads("source")
+@storage.with_local_inputs("source")
 def open_model(source: str, which: str = "best") -> OpenModel:
     """Load a model from any source; its parameters are on the device.
 
@@ -149,7 +149,7 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
         raise UserError(f"cannot read the vocabulary of {source}: {error}") from error
 
 
-@storage.writes("out", new=True)
+@storage.with_uploaded_output("out", new=True)
 def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> Imported:
     """Write a source's config, vocabulary and parameters (with Orbax) to a new folder.
 
@@ -162,7 +162,7 @@ def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> I
     return imported
 
 
-@storage.writes("out", new=True)
+@storage.with_uploaded_output("out", new=True)
 def write(imported: Imported, out: str | os.PathLike) -> None:
     """Write a model's config, vocabulary and parameters (with Orbax) to a new folder, atomically."""
     files.check_new(out)
@@ -216,7 +216,7 @@ def read(
         family = FAMILIES[huggingface.family_of(settings)]
         names = huggingface.canonical(tensors, family)
         canonical = {new: tensors[old] for new, old in names.items()}
-        settings, canonical = family.to_ours(settings, canonical)
+        settings, canonical = family.from_hf(settings, canonical)
         left_out = sorted(set(tensors) - set(names.values()))
         model = huggingface.model_config(settings, canonical, allow_missing)
         duplicates = huggingface.remove_tied_duplicates(canonical, model)

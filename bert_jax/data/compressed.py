@@ -63,7 +63,7 @@ def whole(
 
 
 @contextlib.contextmanager
-def damage(path: pathlib.Path) -> Iterator[None]:
+def damage_errors(path: pathlib.Path) -> Iterator[None]:
     """Convert errors of reading a `decompressed` file to a `UserError` that names it."""
     try:
         yield

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from xml.parsers import expat
 
 from bert_jax import storage
-from bert_jax.data.compressed import damage, decompressed, open_parquet
+from bert_jax.data.compressed import damage_errors, decompressed, open_parquet
 from bert_jax.data.formats import (
     KINDS,
     WIKITEXT_HEADING,
@@ -34,7 +34,7 @@ from bert_jax.data.formats import (
     kind_of_text,
     marked_kind,
 )
-from bert_jax.errors import UserError, did_you_mean, missing, shown
+from bert_jax.errors import UserError, did_you_mean, missing, with_user_paths
 from bert_jax.storage.files import one_line_errors
 
 # Longer than any book or article; a longer document would not fit a worker's memory once tokenized.
@@ -194,7 +194,7 @@ class Report:
         Repeated lines come last, because readers that process files in parallel find them last.
         """
         return tuple(
-            f"{shown(where)}: {problem} ({count:,} in {source}); {consequence}"
+            f"{with_user_paths(where)}: {problem} ({count:,} in {source}); {consequence}"
             for (source, problem), (where, count, consequence) in sorted(
                 self._problems.items(), key=lambda item: item[0][1] == _REPEATED_LINE
             )
@@ -363,7 +363,7 @@ class _Reader:
             for record, text in self._tfds():
                 yield RawDocument(text, "tfds", self._source.pattern, record)
         for path in files:
-            with damage(path):
+            with damage_errors(path):
                 yield from self._documents_of(path)
 
     def _documents_of(self, path: pathlib.Path) -> Iterator[RawDocument]:
@@ -402,7 +402,7 @@ class _Reader:
     def _text_kind(self) -> str:
         """The kind of the source's first file of plain text."""
         for path in self._source.files:
-            with damage(path):
+            with damage_errors(path):
                 head = head_of(path)
             if head.strip() and marked_kind(path, head) is None:
                 check_is_text(path, head)

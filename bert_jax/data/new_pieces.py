@@ -32,7 +32,7 @@ def split(token: str, vocabulary: Vocabulary) -> list[str]:
     return pieces
 
 
-@storage.reads("path")
+@storage.with_local_inputs("path")
 def of_file(vocabulary: Vocabulary, path: str | os.PathLike) -> list[str]:
     """Return the words of a text file that a vocabulary lacks, normalized as it normalizes text.
 

@@ -47,7 +47,7 @@ from bert_jax.data.rows import (
     read_manifest,
 )
 from bert_jax.data.workers import Workers, call, cores
-from bert_jax.errors import UserError, shown
+from bert_jax.errors import UserError, with_user_paths
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
@@ -61,7 +61,7 @@ _LOWEST_DOCUMENTS = 1_000
 _SHARDS, _MIN_SHARD_TOKENS, _MAX_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 
 
-@storage.writes("out", resumable=True)
+@storage.with_uploaded_output("out", resumable=True)
 def prepare(
     sources: list[str],
     vocab: str | os.PathLike | wordpiece.Vocabulary,
@@ -292,13 +292,13 @@ def _finished(
         if existing.get(name) != requested.get(name)
     ]
     if not differing:
-        print(shown(f"{out} already holds these rows; nothing to do"))
+        print(with_user_paths(f"{out} already holds these rows; nothing to do"))
         made = (out / MANIFEST).stat().st_mtime
         paths = [path for source in sources for path in source.files]
         newer = [path for path in paths if path.exists() and path.stat().st_mtime > made]
         if newer and not storage.remote(out):
             print(
-                shown(
+                with_user_paths(
                     f"{newer[0]} is newer: if its text has changed, remove {out} and run this again"
                 )
             )
@@ -463,7 +463,7 @@ def _plan(
     if mostly_unknown:
         fraction, file = max(mostly_unknown)
         warnings.append(
-            f"{shown(file)}: {fraction:.0%} of its tokens are unknown to the vocabulary "
+            f"{with_user_paths(file)}: {fraction:.0%} of its tokens are unknown to the vocabulary "
             f"({len(mostly_unknown):,} such files, {unknown['missed'] / unknown['tokens']:.0%} of "
             "the corpus); check that the vocabulary matches the language and case of the text"
         )
@@ -703,7 +703,7 @@ def _print_summary(out: pathlib.Path, manifest: Manifest) -> None:
     for warning in manifest.warnings:
         print(f"warning: {warning}")
     print(
-        f"{shown(str(out))}: rows of {manifest.tokens} tokens with at most {manifest.sequences} "
+        f"{with_user_paths(str(out))}: rows of {manifest.tokens} tokens with at most {manifest.sequences} "
         "sequences each"
     )
     print(f"{'':9}{'documents':>12}{'sequences':>13}{'rows':>12}{'real tokens':>15}   fill  shards")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from bert_jax.data import compressed, corpus
-from bert_jax.data.compressed import damage, decompressed
+from bert_jax.data.compressed import damage_errors, decompressed
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 
@@ -126,7 +126,7 @@ def file_lines(
     path: pathlib.Path, count: Callable[[int], None] | None = None, line_bytes: int = LINE_BYTES
 ) -> Iterator[str]:
     """Yield the `lines` of a file, which may be compressed; `count` as in `read`."""
-    with damage(path), decompressed(path, count) as stream:
+    with damage_errors(path), decompressed(path, count) as stream:
         yield from lines(stream, path, line_bytes)
 
 

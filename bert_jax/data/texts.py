@@ -26,7 +26,7 @@ class Texts(NamedTuple):
     unit: str
 
 
-@storage.reads("source")
+@storage.with_local_inputs("source")
 def read(source: str, column: str) -> Texts:
     """Open a source of texts, read in order.
 

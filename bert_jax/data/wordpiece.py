@@ -309,7 +309,7 @@ def reserved(size: int, unused: int | None = None) -> list[str]:
     return [SPECIAL[0], *unused_tokens[:99], *SPECIAL[1:], *unused_tokens[99:]]
 
 
-@storage.writes("out")
+@storage.with_uploaded_output("out")
 def train(
     sources: Sequence[str],
     out: str | pathlib.Path,

@@ -425,7 +425,7 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
     return forward
 
 
-@storage.writes("out", new=True)
+@storage.with_uploaded_output("out", new=True)
 def embed_file(
     embedder: Embedder,
     source: str | os.PathLike,
@@ -478,7 +478,7 @@ def embed_file(
     return embedder.counts
 
 
-@storage.reads("path")
+@storage.with_local_inputs("path")
 def evaluate(
     embedder: Embedder,
     path: str | pathlib.Path,

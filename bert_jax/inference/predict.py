@@ -123,7 +123,7 @@ def predict(
         return objective.logits(split, batches_and_outputs())
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def read_metrics(folder: str | pathlib.Path, step: int) -> dict[str, Any]:
     """Return the metrics of a run's checkpoint as `evaluate_run` wrote them; empty if it did not."""
     for name in (METRICS, f"metrics_{step}.json"):
@@ -154,8 +154,8 @@ def predict_new(
     return dataset, predict(config, params, dataset, "new", MeshConfig())
 
 
-@storage.reads("folder", "source")
-@storage.writes("out", new=True)
+@storage.with_local_inputs("folder", "source")
+@storage.with_uploaded_output("out", new=True)
 def predict_file(
     folder: str | pathlib.Path, source: str, out: str | pathlib.Path, which: str = "best"
 ) -> None:

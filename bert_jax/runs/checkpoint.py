@@ -130,7 +130,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any] | str:
     return f"{MANIFEST} is damaged or of another version of bert_jax"
 
 
-def damage(
+def find_damage(
     folder: pathlib.Path,
     items: Collection[str] | None = None,
     identity: Mapping[str, str] | None = None,
@@ -262,7 +262,7 @@ def move_damaged(folder: pathlib.Path) -> None:
     committed = _committed(checkpoints)
     for step, path in reversed(committed.items()):
         items = None if newest is None else [METRICS]
-        description = damage(path, items, identity)
+        description = find_damage(path, items, identity)
         if description:
             damaged[step] = description
         elif newest is None:
@@ -508,7 +508,7 @@ class Checkpoints:
 
     def verify(self, step: int, *items: str) -> None:
         """Check that the files of `items` at a step are intact."""
-        if description := damage(self.folder_of(step), items, self._identity):
+        if description := find_damage(self.folder_of(step), items, self._identity):
             others = ", ".join(str(other) for other in self.steps() if other != step)
             raise UserError(
                 f"the checkpoint of step {step} in {self.folder} is damaged ({description}): "
@@ -589,13 +589,13 @@ def abstract(tree: Any, sharding: Any) -> Any:
     )
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def kept_steps(folder: str | pathlib.Path) -> list[int]:
     """Return the steps of the checkpoints in a workdir, oldest first."""
     return list(_committed(pathlib.Path(folder) / "checkpoints"))
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def load_model(
     folder: str | pathlib.Path, which: str = "best"
 ) -> tuple[TrainConfig, Vocabulary, Params, int]:

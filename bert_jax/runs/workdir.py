@@ -157,7 +157,7 @@ def read_steps(path: pathlib.Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(path) if isinstance(line.get("step"), int)]
 
 
-@storage.reads("workdir")
+@storage.with_local_inputs("workdir")
 def read_config(workdir: str | pathlib.Path) -> TrainConfig:
     """Return the config of the run in `workdir`."""
     content = _read_config_json(workdir)
@@ -195,7 +195,7 @@ def _read_config_json(folder: str | pathlib.Path) -> dict[str, Any]:
     return content
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def holds_run(folder: str | pathlib.Path) -> bool:
     """Whether a folder holds a run or an imported checkpoint of this project."""
     try:
@@ -210,7 +210,7 @@ def first_start(folder: pathlib.Path) -> str:
     return hashlib.sha256(line).hexdigest()[:16]
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def read_identity(folder: str | pathlib.Path) -> dict[str, str]:
     """Return what a run's checkpoints must have been saved with.
 
@@ -249,7 +249,7 @@ def comparable_since(config: TrainConfig, data: Sequence[Mapping[str, Any]]) -> 
     return starts[i] + 1 if i else 0
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
     """Return what ranks checkpoints, as keyword arguments of `Checkpoints`."""
     match _read_config_json(folder).get("best"):
@@ -258,7 +258,7 @@ def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
     raise _unreadable(folder, "which metric is best")
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
     """Return the description of each phase's rows or examples, as passed to `write_or_check_config`."""
     match _read_config_json(folder).get("data"):
@@ -272,7 +272,7 @@ def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
     return {"sha256": vocabulary.sha256, **vocabulary.settings}
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def read_vocabulary(folder: str | pathlib.Path) -> Vocabulary:
     """Load the vocabulary of a run, and check that it is the one it was trained with."""
     vocabulary = vocabularies.load(folder)
@@ -302,7 +302,7 @@ class Provenance(NamedTuple):
     heldout: dict[str, Any] | None
 
 
-@storage.reads("folder")
+@storage.with_local_inputs("folder")
 def read_provenance(folder: str | pathlib.Path, step: int) -> Provenance:
     """Return the provenance of a run's or an imported checkpoint; empty for anything else."""
     if not holds_run(folder):

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TextIO
 
-from bert_jax.errors import shown
+from bert_jax.errors import with_user_paths
 from bert_jax.storage import files
 
 LOG_EVERY_SECONDS = 15.0
@@ -129,7 +129,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        line = shown(line)
+        line = with_user_paths(line)
         self._keep(line)
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)

@@ -17,10 +17,10 @@ from bert_jax.storage.copies import (
     make_room,
     open_file,
     output,
-    reads,
     remote,
     stat,
-    writes,
+    with_local_inputs,
+    with_uploaded_output,
 )
 from bert_jax.storage.lease import Lease
 from bert_jax.storage.mirror import mirrored, mirrors, pull, push
@@ -44,5 +44,6 @@ from bert_jax.storage.objects import (
 __all__ = [
     "Lease", "Stat", "cache_folder", "check", "create", "delete", "download", "errors_of", "find", "is_file",
     "is_remote", "listing", "local", "make_room", "mirrored", "mirrors", "move", "open_file", "output",
-    "pull", "push", "read", "read_ranges", "reads", "remote", "stat", "upload", "write", "writes",
+    "pull", "push", "read", "read_ranges", "remote", "stat", "upload", "with_local_inputs",
+    "with_uploaded_output", "write",
 ]  # fmt: skip

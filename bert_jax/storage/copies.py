@@ -325,7 +325,7 @@ def replaces(
     return decorate
 
 
-def reads(*names: str) -> Callable[[Callable], Callable]:
+def with_local_inputs(*names: str) -> Callable[[Callable], Callable]:
     """Decorate a function whose arguments of these names may be on object storage (`local`)."""
 
     def copies_of(value: Any) -> Any:
@@ -336,7 +336,7 @@ def reads(*names: str) -> Callable[[Callable], Callable]:
     return replaces(names, lambda value: contextlib.nullcontext(copies_of(value)))
 
 
-def writes(name: str, **options: bool) -> Callable[[Callable], Callable]:
+def with_uploaded_output(name: str, **options: bool) -> Callable[[Callable], Callable]:
     """Decorate a function that writes to its argument of this name (see `output`)."""
 
     @contextlib.contextmanager

@@ -274,8 +274,8 @@ def score(name: str, data: str, predictions: str) -> dict[str, float]:
     return _with_mean(values, task)
 
 
-@storage.reads("folders")
-@storage.writes("out")
+@storage.with_local_inputs("folders")
+@storage.with_uploaded_output("out")
 def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -> list[str]:
     """Collect GLUE's prediction files found anywhere in the folders into the server's zip.
 

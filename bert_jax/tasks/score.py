@@ -5,7 +5,7 @@ from bert_jax.errors import UserError
 from bert_jax.tasks import conll_score, glue, squad_score
 
 
-@storage.reads("data", "predictions", "null_odds")
+@storage.with_local_inputs("data", "predictions", "null_odds")
 def score(
     benchmark: str, data: str, predictions: str, null_odds: str | None = None
 ) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bert_jax.data.compressed import DATA_BYTES, damage, decompressed, whole
+from bert_jax.data.compressed import DATA_BYTES, damage_errors, decompressed, whole
 from bert_jax.errors import UserError
 
 _MAX_FLOAT = sys.float_info.max  # JSON integers can be larger
@@ -102,7 +102,7 @@ def _answers(entry: dict, where: str) -> tuple[Answer, ...] | None:
 
 def _json(path: str | pathlib.Path) -> Any:
     path = pathlib.Path(path)
-    with damage(path), decompressed(path) as stream:
+    with damage_errors(path), decompressed(path) as stream:
         data = whole(stream, path, DATA_BYTES)
     try:
         return json.loads(data)

@@ -99,7 +99,7 @@ def find(path: str | pathlib.Path) -> list[pathlib.Path]:
     raise UserError(f"{path}: no .jsonl or .txt files; name the folder of BLiMP or Zorro")
 
 
-@storage.reads("paths")
+@storage.with_local_inputs("paths")
 def evaluate(
     source: str, paths: Sequence[str], count: int = 0, which: str = "best", pll: str = PLL[0]
 ) -> Accuracies:

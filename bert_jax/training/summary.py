@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.config.schema import Config, TrainConfig
-from bert_jax.errors import shown
+from bert_jax.errors import with_user_paths
 from bert_jax.model import attention
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
@@ -41,7 +41,7 @@ def start_lines(
     )
     if isinstance(config, Config):
         if "init" in data[0]:
-            yield from map(shown, warm_start.describe_start(data[0]["init"]))
+            yield from map(with_user_paths, warm_start.describe_start(data[0]["init"]))
         different = {rows["digest"]: rows for rows in data}.values()  # phases may share rows
         train, tokens, heldout = (
             sum(rows[split][key] for rows in different)
@@ -57,7 +57,7 @@ def start_lines(
         f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.dtype}; "
         f"{attention.attention_line(config, *hardware, [phase.tokens for phase in phases])}"
     )
-    yield shown(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")
+    yield with_user_paths(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")
     yield from _changes(folder)
 
 

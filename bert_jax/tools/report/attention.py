@@ -26,7 +26,7 @@ def paths(out: str) -> tuple[pathlib.Path, pathlib.Path]:
     raise UserError(f"--out {out}: must end in .html, {', '.join(plots.PICTURES[:-1])} or .pdf")
 
 
-@storage.writes("out")
+@storage.with_uploaded_output("out")
 def write(maps: AttentionMaps, source: str, out: str, rolled: bool = False) -> list[pathlib.Path]:
     """Write the page and the picture, each atomically, and return their paths.
 

@@ -13,8 +13,8 @@ from bert_jax.tools.report import curves, page, plots
 _MISSING = "—"
 
 
-@storage.reads("folders")
-@storage.writes("out")
+@storage.with_local_inputs("folders")
+@storage.with_uploaded_output("out")
 def write(folders: list[str], out: str) -> pathlib.Path:
     """Write a page on runs (.html), or a picture of their loss (.png, .svg, .pdf), and return its path."""
     path = pathlib.Path(out)
