@@ -89,7 +89,7 @@ def test_slurm_containers_and_modules(programs):
     made = plan("slurm", image="i.sqsh", mount=["/shared", "/a:/b"], module=["cuda/13", "gcc"])
     programs.program("srun", "exit 0")
     programs.program("module")
-    (submit,) = made.before
+    (submit,) = made.setup
     at = submit.index(str(ROOT / "launch" / "slurm.sh"))
     assert programs.bash(shlex.join(submit[at:])).returncode == 0
     *loads, run = programs.calls()
@@ -124,7 +124,7 @@ def worker(programs):
         if on == "local":
             command, variables, _ = plan.processes[0]
         elif on == "slurm":
-            (submit,) = plan.before
+            (submit,) = plan.setup
             at = submit.index(str(ROOT / "launch" / "slurm.sh"))
             command, variables = ["bash", *submit[at:]], {}
         else:
@@ -497,7 +497,7 @@ def test_signals_are_forwarded_and_prevent_restarts(number, capsys):
 
     sender = threading.Thread(target=send)
     sender.start()
-    two = plan_lib.Plan(processes=[bash(SAVES)] * 2, again=frozenset({75}), restarts=5)
+    two = plan_lib.Plan(processes=[bash(SAVES)] * 2, retry_statuses=frozenset({75}), restarts=5)
     assert plan_lib.run(two) == 75  # no restart
     sender.join()
     assert (output().count("up"), output().count("saved")) == (2, 2)

@@ -212,10 +212,10 @@ def test_tpu_vm_rejects_what_is_not_committed(checkout, capsys):
 )
 def test_tpu_accelerator_becomes_gcloud_arguments(accelerator, expected):
     made = plan("tpu-vm", accelerator=accelerator)
-    create = made.before[0]
+    create = made.setup[0]
     assert set(expected.split()) <= set(create)
     assert ("--node-id=one" in create) == ("slices" not in accelerator)
-    for command in [*made.before[2:], made.processes[0].command]:
+    for command in [*made.setup[2:], made.processes[0].command]:
         assert {"queued-resources", "--worker=all", "--node=all"} <= set(command)
 
 

@@ -109,7 +109,8 @@ def test_hlo_counts_include_loop_iterations():
     assert gathered.groups.tolist() == [[0, 1], [2, 3]]
     assert gathered.sent_bytes == 3 * 64 * 64 * 2 / 2
     assert (scattered.bytes, scattered.times, scattered.sent_bytes) == (256 * 256, 1, 256 * 128)
-    assert hlo.executed(PROGRAM)["kernel"] == {"attend/pallas_call": 0}  # it spans three lines
+    # The kernel's instruction spans three lines.
+    assert hlo.instruction_costs(PROGRAM)["kernel"] == {"attend/pallas_call": 0}
 
 
 def test_text_that_is_no_program_is_an_error():

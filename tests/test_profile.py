@@ -135,7 +135,7 @@ def test_time_is_divided_among_concurrent_operations():
 
     spans = [span(10, 30, "a"), span(20, 30, "b"), span(20, 40, "c"), span(-5, 2, "a")]
     waits = [span(25, 45, ""), span(50, 52, "")]
-    result = profile._divide(spans, waits, span(0, 60, ""))
+    result = profile._time_by_operation(spans, waits, span(0, 60, ""))
     third = 10 / 3
     assert result == pytest.approx(
         {"a": 2 + 10 + third, "b": third, "c": third + 10, "input wait": 5 + 2, "host": 21}
@@ -182,7 +182,7 @@ ENTRY %main (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
 
 
 def test_executed_instructions_and_their_operations():
-    result = hlo.executed(PROGRAM)
+    result = hlo.instruction_costs(PROGRAM)
     assert set(result) == set(
         "copy.1 fused.1 while.1 exp.1 gemm.1 attends.1 all-reduce.1 copy.2".split()
     )

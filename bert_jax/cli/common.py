@@ -199,7 +199,7 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         dest="init",
         help="a run, an imported checkpoint, or a Hugging Face folder or name",
     )
-    add_which(sub)
+    add_checkpoint_option(sub)
 
 
 def add_start(sub: argparse.ArgumentParser) -> None:
@@ -210,7 +210,7 @@ def add_start(sub: argparse.ArgumentParser) -> None:
         help="continue from these weights, with their architecture and vocabulary: a run, an imported "
         "checkpoint, a Hugging Face folder or name, or a TensorFlow 1 release (default: random weights)",
     )
-    add_which(sub)
+    add_checkpoint_option(sub)
 
 
 def open_start(config: Any, options: Any) -> tuple[Any, Any]:
@@ -228,7 +228,7 @@ def open_start(config: Any, options: Any) -> tuple[Any, Any]:
     return warm_start.open_start(config, options.init, options.checkpoint, keys)
 
 
-def add_which(sub: argparse.ArgumentParser) -> None:
+def add_checkpoint_option(sub: argparse.ArgumentParser) -> None:
     """Add --checkpoint."""
     sub.add_argument(
         "--checkpoint",

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from bert_jax.cli.common import Parser, Verbs, add_model, add_which
+from bert_jax.cli.common import Parser, Verbs, add_checkpoint_option, add_model
 from bert_jax.errors import UserError, with_user_paths
 
 
@@ -24,7 +24,7 @@ def add_predict(verbs: Verbs) -> None:
         "source", nargs="?", default="-", metavar="FILE", help="data; - (default) reads lines"
     )
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    add_which(sub)
+    add_checkpoint_option(sub)
     sub.add_argument("--out", required=True, metavar="DIR", help="new folder for the predictions")
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from bert_jax.cli.common import (
     Parser,
     Verbs,
+    add_checkpoint_option,
     add_config,
     add_start,
-    add_which,
     load_config,
     machine_output,
     open_start,
@@ -121,7 +121,7 @@ def add_finetune(verbs: Verbs) -> None:
         help="a run, an imported checkpoint, or a Hugging Face folder or name; "
         "none: random parameters",
     )
-    add_which(sub)
+    add_checkpoint_option(sub)
     sub.add_argument(
         "--data", metavar="DIR", help="set config.task.data: folder of a benchmark, or tfds"
     )
@@ -173,7 +173,7 @@ def add_evaluate(verbs: Verbs) -> None:
     )
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
     sub.add_argument("--rows", metavar="DIR", help="rows (default: those of the last phase)")
-    add_which(sub)
+    add_checkpoint_option(sub)
     sub.flag("--all", "use all held-out rows, not only the run's subset")
     sub.flag("--json", "print JSON")
 

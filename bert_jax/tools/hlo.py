@@ -1,7 +1,8 @@
 """Count matrix products, memory traffic and collectives of a compiled program per chip and run.
 
 XLA's cost analysis counts the body of a loop once. This module parses the compiled program's text
-(HLO) and counts the body once per iteration (`read`), or the operations of each instruction (`executed`).
+(HLO) and counts the body once per iteration (`read`), or the operations of each instruction
+(`instruction_costs`).
 """
 
 import collections
@@ -120,14 +121,14 @@ def read(text: str) -> Program:
     return _Reader(text).program()
 
 
-def executed(text: str) -> dict[str, dict[str, float]]:
+def instruction_costs(text: str) -> dict[str, dict[str, float]]:
     """Return the operations of each executed instruction, by its name, as in traces.
 
     They are FLOPs of one execution by `Instruction.source`: 2 per multiply-add of a matrix product, 1
     per element of any other result, 0 for moves. Instructions that the compiler added count for the
     source that they serve.
     """
-    return _Reader(text).executed()
+    return _Reader(text).instruction_costs()
 
 
 class _Reader:
@@ -181,7 +182,7 @@ class _Reader:
         program.collectives = list(channels.values())
         return program
 
-    def executed(self) -> dict[str, dict[str, float]]:
+    def instruction_costs(self) -> dict[str, dict[str, float]]:
         called = ("while", "call", "conditional")
         return {
             i.name: dict(self._operations(name, i))

@@ -8,7 +8,7 @@ The rows add up to the time of a step. Where several operations run at once (on 
 devices), each gets an equal share of that time. While none runs, the time counts as waiting for
 input or for the host. An operation belongs to a part by the name that `jax.named_scope` and Flax gave
 it in the model. The compiler fuses operations of several parts into one kernel, whose time is divided
-in proportion to the number of operations of each part (`hlo.executed`).
+in proportion to the number of operations of each part (`hlo.instruction_costs`).
 
 Kernels are looked up in the compiled program by name: with CUDA graphs, the default on GPUs, a trace
 has no other link to the program. Layers share identical kernels, which are counted with the first of
@@ -123,14 +123,14 @@ def part_seconds(folder: pathlib.Path, text: str) -> tuple[dict[str, float], _Sp
     Returns:
         Seconds by part, and the span of the traced steps.
     """
-    program = hlo.executed(text)
+    program = hlo.instruction_costs(text)
     module = text.split(maxsplit=2)[1].rstrip(",")  # HloModule NAME, …
     spans, waits, whole = _read(folder, module)
     # Kernels on GPUs are named like their instructions, with "_" for ".".
     named = {**{name.replace(".", "_"): i for name, i in program.items()}, **program}
     spans = _with_products_of_the_head(spans, named)
     seconds = dict.fromkeys(PARTS, 0.0)
-    for name, nanoseconds in _divide(spans, waits, whole).items():
+    for name, nanoseconds in _time_by_operation(spans, waits, whole).items():
         for part, share in _shares(name, named).items():
             seconds[part] += share * nanoseconds / 1e9
     return seconds, whole
@@ -182,7 +182,7 @@ def _read(folder: pathlib.Path, module: str) -> tuple[list[_Span], list[_Span], 
     return finished, waits, whole
 
 
-def _divide(spans: list[_Span], waits: list[_Span], whole: _Span) -> dict[str, float]:
+def _time_by_operation(spans: list[_Span], waits: list[_Span], whole: _Span) -> dict[str, float]:
     """Divide the time of `whole` by operation, evenly where several run at once."""
     changes = []
     for is_wait, intervals in ((0, spans), (1, waits)):

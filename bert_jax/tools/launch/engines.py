@@ -101,7 +101,7 @@ def local(
             Process([*python_command(), *job.command], environment(i), f"[{i}] ")
             for i in range(processes)
         ],
-        again=frozenset({EXIT_INTERRUPTED, *KILLED}),
+        retry_statuses=frozenset({EXIT_INTERRUPTED, *KILLED}),
         restarts=restarts,
     )
 
@@ -149,7 +149,7 @@ def slurm(
         'exec tail -n 100 -F "${logs[@]}"'
     )
     return Plan(
-        before=[[*submit, str(SCRIPTS / "slurm.sh"), *options, "--", *command, *job.command]],
+        setup=[[*submit, str(SCRIPTS / "slurm.sh"), *options, "--", *command, *job.command]],
         status=["squeue", f"--name={job.name}"],
         logs=["bash", "-O", "extglob", "-O", "nullglob", "-c", follow],
         stop=[["scancel", f"--name={job.name}"]],
@@ -209,21 +209,21 @@ def tpu_vm(
     ]
     return Plan(
         files={str(script): "".join(lines)},
-        before=[
+        setup=[
             ["bash", str(SCRIPTS / "tpu_slice.sh"), job.name, *location, "--", *create],
             ["git", "-C", str(CHECKOUT), "bundle", "create", "--quiet", str(bundle), "HEAD"],
             [*queued, "scp", str(bundle), str(script), str(worker), f"{job.name}:", *everywhere],
             on_workers(shlex.join(["bash", worker.name, "start", logs])),
         ],
         processes=[Process(on_workers(f"bash {worker.name} follow"))],
-        after=[] if keep else [delete],
+        teardown=[] if keep else [delete],
         # gcloud exits with 1 or 255 when it loses the connection, as after preemption.
-        again=frozenset({1, EXIT_INTERRUPTED, *KILLED}),
+        retry_statuses=frozenset({1, EXIT_INTERRUPTED, *KILLED}),
         restarts=restarts,
         status=[*queued, "describe", job.name, *location, "--format=value(state.state)"],
         logs=on_workers(f"bash {worker.name} follow"),
         stop=[on_workers(f"bash {worker.name} stop"), *([] if keep else [delete])],
-        remains="the slice costs money while it exists; to delete it: "
+        cost_warning="the slice costs money while it exists; to delete it: "
         + (shlex.join(delete) if keep else f"bert-jax launch stop {job.name}"),
     )
 
@@ -377,7 +377,7 @@ def gke(
     label = f"--selector=jobset.sigs.k8s.io/jobset-name={job.name}"
     return Plan(
         files={path: _yaml(manifest)},
-        before=[[*kubectl, "apply", f"--filename={path}"]],
+        setup=[[*kubectl, "apply", f"--filename={path}"]],
         status=[*kubectl, "get", "jobset,pods", label],
         logs=[*kubectl, "logs", "--follow", label, "--prefix", "--tail=100",
               "--max-log-requests=1000"],
@@ -446,7 +446,7 @@ def sky(
     path = str(state_folder(job.name) / "sky.yaml")
     return Plan(
         files={path: _yaml(task)},
-        before=[["sky", "jobs", "launch", "--yes", "--detach-run", *extra, path]],
+        setup=[["sky", "jobs", "launch", "--yes", "--detach-run", *extra, path]],
         status=["sky", "jobs", "queue"],
         logs=["sky", "jobs", "logs", f"--name={job.name}"],
         stop=[["sky", "jobs", "cancel", "--yes", f"--name={job.name}"]],

@@ -23,7 +23,7 @@ _FILE, _LOG = "job.json", "log"
 def start(on: str, name: str, plan: Plan) -> int:
     """Execute a plan and return the exit status, as `plan.run`; `status` and others then know the job."""
     folder = state_folder(name)
-    with _owned(folder, name):
+    with _job_lock(folder, name):
         _check_name(folder, name, plan)
         log = folder / _LOG
         if log.exists() and not os.path.samestat(log.stat(), os.fstat(1)):
@@ -47,7 +47,7 @@ def start(on: str, name: str, plan: Plan) -> int:
 
 
 @contextlib.contextmanager
-def _owned(folder: pathlib.Path, name: str) -> Iterator[None]:
+def _job_lock(folder: pathlib.Path, name: str) -> Iterator[None]:
     with files.one_line_errors(f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -79,7 +79,7 @@ def detach(on: str, name: str, arguments: Sequence[str]) -> int:
     if on in SUBMITTED:
         raise UserError(f"--detach: --on {on} queues the job and returns; remove it")
     folder = state_folder(name)
-    with _owned(folder, name):
+    with _job_lock(folder, name):
         for file in (_FILE, _LOG):
             (folder / file).unlink(missing_ok=True)
         log = open(folder / _LOG, "wb")  # noqa: SIM115 (the launcher's)

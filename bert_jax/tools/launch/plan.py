@@ -19,7 +19,7 @@ from bert_jax.storage import files
 STOP_SECONDS = 180.0
 
 KILLED = range(129, 256)
-# Exit status of a command of `before`: the machines run another command, so they must not be deleted.
+# Exit status of a command of `setup`: the machines run another command, so they must not be deleted.
 EXIT_BUSY = 3
 
 _INSTALL = {
@@ -50,10 +50,10 @@ class Plan(NamedTuple):
 
     Attributes:
         files: content by absolute path, written first.
-        before: idempotent commands before every run; the first creates the machines.
-        processes: parallel processes of a run; empty if `before` submits a job.
-        after: commands after the last run, also after one that could not start; they delete the machines.
-        again: exit statuses after which the run is repeated.
+        setup: idempotent commands before every run; the first creates the machines.
+        processes: parallel processes of a run; empty if `setup` submits a job.
+        teardown: commands after the last run, also after one that could not start; they delete the machines.
+        retry_statuses: exit statuses after which the run is repeated.
         restarts: maximum number of repetitions.
         status: command that shows the state of the job; () if only this process knows it.
         logs: command that follows its output; () if it is that of this process.
@@ -61,21 +61,21 @@ class Plan(NamedTuple):
         active: command that prints something while a job of this name is queued or runs; () if
             there is none.
         folder: folder that the job writes to.
-        remains: printed at the end, if machines may remain that cost money.
+        cost_warning: printed at the end, if machines may remain that cost money.
     """
 
     files: dict[str, str] = {}  # noqa: RUF012
-    before: Sequence[Sequence[str]] = ()
+    setup: Sequence[Sequence[str]] = ()
     processes: Sequence[Process] = ()
-    after: Sequence[Sequence[str]] = ()
-    again: frozenset[int] = frozenset()
+    teardown: Sequence[Sequence[str]] = ()
+    retry_statuses: frozenset[int] = frozenset()
     restarts: int = 0
     status: Sequence[str] = ()
     logs: Sequence[str] = ()
     stop: Sequence[Sequence[str]] = ()
     active: Sequence[str] = ()
     folder: str = ""
-    remains: str = ""
+    cost_warning: str = ""
 
 
 def script(plan: Plan) -> str:
@@ -85,7 +85,7 @@ def script(plan: Plan) -> str:
         lines.append(f"mkdir -p {shlex.quote(os.path.dirname(path))}")
         lines.append(f"cat > {shlex.quote(path)} <<'END OF {os.path.basename(path)}'")
         lines.append(f"{content}END OF {os.path.basename(path)}")
-    lines += map(shlex.join, plan.before)
+    lines += map(shlex.join, plan.setup)
     several = len(plan.processes) > 1
     for process in plan.processes:
         settings = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
@@ -93,7 +93,7 @@ def script(plan: Plan) -> str:
         lines.append(f"{line} &" if several else line)
     if several:
         lines.append("wait")
-    lines += map(shlex.join, plan.after)
+    lines += map(shlex.join, plan.teardown)
     return "\n".join(lines)
 
 
@@ -102,7 +102,7 @@ def run(plan: Plan) -> int:
 
     SIGINT and SIGTERM end it. Machines then remain, because the run on them continues.
     """
-    for command in [*plan.before, *(process.command for process in plan.processes)]:
+    for command in [*plan.setup, *(process.command for process in plan.processes)]:
         if not shutil.which(command[0]):
             advice = _INSTALL.get(command[0], "install it")
             raise UserError(f"{command[0]} is not on the PATH: {advice}")
@@ -114,29 +114,29 @@ def run(plan: Plan) -> int:
             files.write(path, content)
 
     status, interrupted, errors = 0, False, []
-    after = plan.after
+    teardown = plan.teardown
     with signals() as received:  # between commands, which `run_processes` forwards signals to
         for restart in range(plan.restarts + 1):
-            command, status, interrupted = _first_failure(plan.before)
-            if status and status not in plan.again and not interrupted:
+            command, status, interrupted = _first_failure(plan.setup)
+            if status and status not in plan.retry_statuses and not interrupted:
                 errors.append(f"{shlex.join(command)} exited with status {status}")
-                if status == EXIT_BUSY or command == plan.before[0]:
-                    after = ()
+                if status == EXIT_BUSY or command == plan.setup[0]:
+                    teardown = ()
             elif not status and not interrupted:
                 status, interrupted = run_processes(plan.processes)
             interrupted = interrupted or bool(received)
-            if interrupted or status not in plan.again:
+            if interrupted or status not in plan.retry_statuses:
                 break
             if restart < plan.restarts:
                 say(f"exit status {status}: restarting ({restart + 1} of {plan.restarts})")
         if interrupted and plan.stop and (status or plan.processes):  # the run is on other machines
             say("a run that has started continues; the same command follows it again")
-            status, after = EXIT_INTERRUPTED, ()
-        command, failure, _ = _first_failure(after)
+            status, teardown = EXIT_INTERRUPTED, ()
+        command, failure, _ = _first_failure(teardown)
     if failure:
         errors.append(f"{shlex.join(command)} exited with status {failure}: run it again")
-    if plan.remains and not after:
-        say(plan.remains)
+    if plan.cost_warning and not teardown:
+        say(plan.cost_warning)
     if errors:
         raise UserError("; ".join(errors))
     return status

@@ -13,7 +13,7 @@ MAX_TOKENS = 4_000_000
 _DISCOUNT = 0.75
 
 
-class Levels(NamedTuple):
+class NgramLosses(NamedTuple):
     """Losses of count models on held-out text, in nats per token.
 
     Attributes:
@@ -27,7 +27,7 @@ class Levels(NamedTuple):
     tokens: int
 
 
-def read(folder: str, digest: str) -> Levels | None:
+def read(folder: str, digest: str) -> NgramLosses | None:
     """Return the levels of a folder of rows; None if it does not have the rows of `digest`.
 
     Rows on object storage have levels only if the cache of this machine has a copy of them.
@@ -54,7 +54,7 @@ def count_models(
     heldout: Int[np.ndarray, "M U"],
     special: Int[np.ndarray, " s"],
     vocab_size: int,
-) -> Levels:
+) -> NgramLosses:
     """Return the held-out losses of unigram and bigram models with absolute discounting.
 
     Both interpolate with the next lower order, the unigram model with the uniform distribution
@@ -83,7 +83,9 @@ def count_models(
     context = np.maximum(left_counts[left], 1)
     backoff = np.where(left_counts[left] > 0, _DISCOUNT * followers[left] / context, 1.0)
     bigram = np.maximum(seen - _DISCOUNT, 0) / context + backoff * unigram[right]
-    return Levels(float(-np.log(unigram[right]).mean()), float(-np.log(bigram).mean()), int(total))
+    return NgramLosses(
+        float(-np.log(unigram[right]).mean()), float(-np.log(bigram).mean()), int(total)
+    )
 
 
 def _pairs(

@@ -21,24 +21,24 @@ from bert_jax.storage import files
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep.results import Results, current, verb
 
-Line = dict[str, Any]
+Result = dict[str, Any]
 _SIGNIFICANCE = 0.05
 
 
 class Block(Protocol):
     """A generated block of a README."""
 
-    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Return the block as Markdown; write its pictures to `folder`."""
         ...
 
 
-def matching(results: Sequence[Line], facts: Mapping[str, Any]) -> list[Line]:
+def matching(results: Sequence[Result], facts: Mapping[str, Any]) -> list[Result]:
     """Return the results that have all of the given facts."""
     return [line for line in results if all(line["facts"].get(k) == v for k, v in facts.items())]
 
 
-def values_of(results: Sequence[Line], facts: Mapping[str, Any], metric: str) -> list[float]:
+def values_of(results: Sequence[Result], facts: Mapping[str, Any], metric: str) -> list[float]:
     """Return a metric of the matching results that have it, one value per seed."""
     return [
         line["metrics"][metric] for line in matching(results, facts) if metric in line["metrics"]
@@ -90,7 +90,7 @@ class Table:
     title: str = ""
     average: bool = False
 
-    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Return the table: mean ± standard deviation (seeds) [paper]."""
         names = [*self.columns, *(["average"] if self.average else [])]
         lines = [f"| {self.title} | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
@@ -141,7 +141,7 @@ class Claims:
     table: Table
     claims: Sequence[Claim]
 
-    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Return a line per claim, and notes on the p-values."""
         pairs = [
             (self._values(results, c, c.above), self._values(results, c, c.below))
@@ -155,7 +155,7 @@ class Claims:
             lines += ["", "p: - where a side has one pretraining seed: not tested."]
         return "\n".join(lines)
 
-    def _values(self, results: Sequence[Line], claim: Claim, row: str) -> list[float]:
+    def _values(self, results: Sequence[Result], claim: Claim, row: str) -> list[float]:
         """Return the mean of each pretraining seed; all runs of another checkpoint count as one."""
         column, by_seed = self.table.columns[claim.column], {}
         for line in matching(results, {**self.table.rows[row], **column.facts}):
@@ -225,7 +225,7 @@ class Curves:
     labels: tuple[str, str]
 
     def points(
-        self, results: Sequence[Line], facts: Mapping[str, Any]
+        self, results: Sequence[Result], facts: Mapping[str, Any]
     ) -> list[tuple[float, float]]:
         """Return the points of a series: means over seeds."""
         # By step or fact, since seeds reach a step with slightly different tokens and seconds.
@@ -243,7 +243,7 @@ class Curves:
             for each in values.values()
         )
 
-    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Draw the plot, and return a link to it."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -271,7 +271,7 @@ class Curves:
 class Runs:
     """A table of the training cost of each result."""
 
-    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Return points with seed, steps, tokens, time, machine and commit."""
         lines = ["| point | seed | steps | real tokens | minutes | load | on | commit |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
         for r in results:

@@ -15,7 +15,7 @@ from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tools.sweep import Point, grid
-from bert_jax.tools.sweep.experiment import Column, Curves, Line, Runs, Table
+from bert_jax.tools.sweep.experiment import Column, Curves, Result, Runs, Table
 
 _SWEEP = '''"""A grid of settings, written by `bert-jax sweep --grid`."""
 
@@ -118,7 +118,7 @@ def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list
 
 
 def blocks(
-    choices: Mapping[str, Sequence[str]], results: Sequence[Line], curve: bool = True
+    choices: Mapping[str, Sequence[str]], results: Sequence[Result], curve: bool = True
 ) -> dict[str, Any]:
     """Return the table of the final metrics, the held-out curves of pretraining and the costs."""
     rows = {_label(facts): facts for facts in grid(**choices)}

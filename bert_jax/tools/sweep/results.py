@@ -147,7 +147,7 @@ def _shell_command(point_run: PointRun, data: pathlib.Path) -> str:
     parts = zip(point_run.point.command, point_run.point.display_command(data), strict=True)
     for part, text in parts:
         if isinstance(part, Point):
-            words.append(shlex.quote(_out(point_run.of(part))))
+            words.append(shlex.quote(_out(point_run.run_of(part))))
         elif "$BERT_JAX_DATA" in text:
             words.append('"' + re.sub(r'(["`\\])', r"\\\1", text) + '"')
         else:

@@ -47,7 +47,7 @@ class PointRun:
         self._runs, self._data = runs, data
         self._find()
 
-    def of(self, point: Point) -> "PointRun":
+    def run_of(self, point: Point) -> "PointRun":
         """Return the folder of another point."""
         return PointRun(point, self._runs, self._data)
 
