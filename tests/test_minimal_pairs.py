@@ -102,7 +102,7 @@ def test_accuracy_on_blimp_and_zorro_formats(tmp_path, capsys):
     one_file = [str(data / "verbs.jsonl.gz")]
     assert minimal_pairs.evaluate(str(folder), [str(tmp_path / "copy")])._asdict() == expected
     assert minimal_pairs.evaluate(str(folder), one_file, 1).mean == 1
-    run = ["blimp", "--init", str(folder), "--data"]
+    run = ["minimal-pairs", "--init", str(folder), "--data"]
     assert cli.main([*run, str(tmp_path / "copy"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == expected
     assert cli.main([*run, str(data / "nouns.txt"), *one_file, "--pll", "word-l2r"]) == 0

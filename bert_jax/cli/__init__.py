@@ -38,7 +38,7 @@ _VERBS = (
     training.add_evaluate,
     models.add_fill_mask,
     models.add_score_sentences,
-    models.add_blimp,
+    models.add_minimal_pairs,
     models.add_attention,
     checkpoints.add_import,
     checkpoints.add_extend_vocab,

@@ -145,14 +145,14 @@ def _score_sentences(options) -> None:
         sys.stdout.flush()
 
 
-def add_blimp(verbs: Verbs) -> None:
-    """Add `bert-jax blimp`."""
+def add_minimal_pairs(verbs: Verbs) -> None:
+    """Add `bert-jax minimal-pairs`."""
     sub = verbs.add(
-        "blimp",
-        _blimp,
+        "minimal-pairs",
+        _minimal_pairs,
         "test a model's grammar on minimal pairs: BLiMP, Zorro or your own files",
-        "  bert-jax blimp --init runs/mini --data blimp\n"
-        "  bert-jax blimp --init runs/mini --data Zorro --pairs 200 --json",
+        "  bert-jax minimal-pairs --init runs/mini --data blimp\n"
+        "  bert-jax minimal-pairs --init runs/mini --data Zorro --pairs 200 --json",
         platform="",
     )
     sub.add_argument(
@@ -170,7 +170,7 @@ def add_blimp(verbs: Verbs) -> None:
     sub.flag("--json", "print accuracies as JSON")
 
 
-def _blimp(options) -> None:
+def _minimal_pairs(options) -> None:
     from bert_jax.tools import minimal_pairs
 
     accuracies = minimal_pairs.evaluate(
