@@ -87,7 +87,6 @@ def train(
         save_on_signal: handle SIGTERM and SIGINT, in the main thread: save, and raise `Interrupted`.
 
     Raises:
-        UserError: an error that the user can fix; no progress is lost.
         Interrupted: SIGTERM or SIGINT was received and the state is saved.
     """
     mesh = sharding.make_mesh(config.mesh)

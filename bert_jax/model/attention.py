@@ -312,7 +312,7 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
     model, kernel = config.model, KERNELS[name]
     sizes, head_size = kernel.head_sizes, model.hidden // model.heads
     if model.attention_dropout:
-        # No kernel can derive its dropout mask from the seed and the step.
+        # jax.nn's cuDNN API takes no per-step seed; the other kernels have no dropout.
         return (
             f"config.model.attention_dropout is {model.attention_dropout}, but {name} has no "
             "dropout: set it to 0, or config.model.attention to 'xla'"

@@ -140,8 +140,7 @@ def local(path: str | os.PathLike, only: Sequence[str] = ()) -> Any:
 def find(pattern: str) -> list[pathlib.Path]:
     """Return the objects that a URL stands for: an object, or all in a folder or matching a glob.
 
-    They are returned in the order of their URLs, as local paths that do not exist: `stat` and
-    `open_file` take them.
+    They are returned in the order of their URLs as placeholder paths, accepted by `stat` and `open_file`.
     """
     with objects.errors_of(f"cannot list {pattern}"):
         names = objects.glob(pattern) if re.search(r"[*?\[]", pattern) else [pattern.rstrip("/")]

@@ -310,9 +310,10 @@ def _find(
 ) -> tuple[int, int] | None:
     """Return the answer's first and last token in the context, or None if it is not there.
 
-    Without `answer_ids`, the tokens that contain its characters. With them, the span is that of the answer's tokens if they occur in the whitespace-separated words that
-    contain the answer, else all of these words: "1895" in "(1895-1943).", but all of "Japanese" for
-    "Japan" (_improve_answer_span).
+    Without `answer_ids`, return the tokens that overlap the answer's characters. With them, return the
+    answer's tokens if the whitespace-separated words that contain the answer have these tokens, else all
+    tokens of these words: "1895" in "(1895-1943).", but all of "Japanese" for "Japan"
+    (_improve_answer_span).
     """
     assert question.answers
     text, start = question.answers[0]
@@ -365,7 +366,7 @@ def _slide(n: int, max_tokens: int, stride: int) -> tuple[list[int], list[int], 
     position = np.arange(n)
     context = np.minimum(position - begin, last - position) + 0.01 * (last + 1 - begin)
     context[(position < begin) | (position > last)] = -1
-    # The best window never decreases along the tokens, so each window's tokens are contiguous.
+    # The index of the best window does not decrease with the position, so each window's tokens are contiguous.
     return (
         starts,
         ends,

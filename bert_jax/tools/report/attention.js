@@ -238,7 +238,7 @@ function drawSquare(weights) {
     context.strokeStyle = ink;
     context.strokeRect(margin - 0.5, margin + followed * CELL - 0.5, T * CELL + 1, CELL + 1);
   }
-  canvas.setAttribute("aria-label", `weights of ${find("chosen").textContent}, a row a word piece`);
+  canvas.setAttribute("aria-label", `attention weights of ${find("chosen").textContent}; each row is a word piece`);
 }
 
 function paintMaps() {

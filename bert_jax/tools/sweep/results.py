@@ -31,8 +31,8 @@ _VERSIONS = ("bert-jax", "jax", "flax")
 # Keys of every line, and further keys of training runs.
 _KEYS = ("point", "scale", "facts", "command", "digest", "metrics", "wall_seconds")
 _OF_A_RUN = ("seed", "real_tokens", "step_seconds", "flops", "devices", "cores", "load", "commit")
-# Differ between executions of a point, and are equal whenever its finished output is read. Other keys, such
-# as `processor`, can be those of the process that reads it.
+# Change only when the point runs again. Other keys, such as `processor`, can be those of the process that
+# reads the results.
 _EXECUTION = ("metrics", "wall_seconds", "attempts", "load")
 
 
@@ -139,7 +139,7 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _shell_command(point_run: PointRun, data: pathlib.Path) -> str:
-    """Return a point's command for a shell in the folder that has the sweep's `runs`.
+    """Return a point's shell command, relative to the parent of `runs/`.
 
     The data folder is $BERT_JAX_DATA, and other absolute paths are shortened to their last two names.
     """
