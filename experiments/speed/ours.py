@@ -34,7 +34,7 @@ from bert_jax.config.schema import (
 from bert_jax.convert.source import open_model
 from bert_jax.data import rows, wordpiece
 from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
-from bert_jax.data.loader import Batch, Rows, batches
+from bert_jax.data.loader import Batch, RowDataset, batches
 from bert_jax.data.prepare import prepare as prepare_rows
 from bert_jax.inference.embed import Embedder
 from bert_jax.model import layers
@@ -225,7 +225,7 @@ def prepare(pairs: str, tokens: int = 128, sequences: int = 4) -> Turn:
 
 def loader(tokens: int, sequences: int, batch: int, steps: int) -> Turn:
     """Read shuffled batches from shards, as in training; masking runs on the device."""
-    train_rows = Rows(data.rows(tokens, sequences), "train")
+    train_rows = RowDataset(data.rows(tokens, sequences), "train")
     stream = batches(train_rows, batch, 0, 0, 10**9)
 
     def turn():
@@ -270,7 +270,7 @@ def restore(size: str) -> Turn:
     del state
 
     def turn():
-        if damage := checkpoint.damage(checkpoints.folder / "1"):
+        if damage := checkpoint.find_damage(checkpoints.folder / "1"):
             raise RuntimeError(damage)
         jax.block_until_ready(state_lib.restore(checkpoints, 1, shapes, 0))
         return {"bytes": size_bytes}
@@ -333,7 +333,7 @@ class _EmptyObjective:
     def init(self, key):
         return {"weight": jnp.zeros(1)}
 
-    def prepare(self, batch, key):
+    def make_inputs(self, batch, key):
         return batch
 
     def normalizers(self, inputs):
@@ -352,7 +352,7 @@ class _EmptyObjective:
     def summarize(self, means):
         return means
 
-    def describe(self, summary):
+    def progress_text(self, summary):
         return ""
 
 

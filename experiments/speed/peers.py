@@ -14,7 +14,7 @@ from typing import Any
 import data
 import numpy as np
 
-from bert_jax.data.loader import Batch, Rows, batches
+from bert_jax.data.loader import Batch, RowDataset, batches
 from bert_jax.data.rows import layout
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary, load
 
@@ -88,7 +88,7 @@ def inputs(batch: Batch, segments: int, collator: Any, fixed: bool = False) -> d
     """Convert rows, packed or not, to transformers' inputs, masked by its collator.
 
     Args:
-        batch: a batch of `Rows`: B rows of T tokens with N sequences; P tokens are masked.
+        batch: a batch of `RowDataset`: B rows of T tokens with N sequences; P tokens are masked.
         segments: number of segments of the model.
         collator: `DataCollatorForLanguageModeling`.
         fixed: pad P and N so that compiled programs see one shape: N to the capacity of the rows, P to
@@ -184,7 +184,7 @@ def pretrain(
     """
     torch = _torch()
     config = data.pretraining(size, tokens, batch)
-    rows = Rows(data.rows(tokens, sequences), "train")
+    rows = RowDataset(data.rows(tokens, sequences), "train")
     vocabulary = load(data.vocabulary())
     config.model.vocab_size = len(vocabulary)
     model = build(config.model, config.model.positions).train()
@@ -224,12 +224,12 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
     import transformers
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
-    from bert_jax.data.examples import FIRST_STEPS, Plan
+    from bert_jax.data.examples import FIRST_STEPS, PackedBatches
 
     _torch()
     config, dataset = ours.load_finetuning(name)
     size, examples = config.batch_size, dataset.splits["train"]
-    plan = Plan(examples, size, 1)
+    plan = PackedBatches(examples, size, 1)
     span = dataset.head == "span"
     kind = "AutoModelForQuestionAnswering" if span else "AutoModelForSequenceClassification"
     options = {} if span else {"num_labels": len(dataset.labels)}
@@ -493,7 +493,7 @@ def start(size: str, tokens: int, batch: int, compiled: bool, cached: bool) -> T
     vocabulary = load(data.vocabulary())
     config.model.vocab_size = len(vocabulary)
     model = build(config.model, config.model.positions)
-    rows = batches(Rows(data.rows(tokens, 1), "train"), batch, config.seed, 0, 1)
+    rows = batches(RowDataset(data.rows(tokens, 1), "train"), batch, config.seed, 0, 1)
     collator = _collator(vocabulary, config.masking.rate)
     step_inputs = inputs(next(iter(rows)), config.model.segments, collator)
     path = data.scratch() / "first_step.pt"

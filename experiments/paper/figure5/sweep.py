@@ -38,7 +38,7 @@ def get_blocks(results):
     def curves(scale, x, label, name):
         labels = (label, f"{TASK[scale]}, accuracy on dev")
         task_series = {label: {**facts, "task": TASK[scale]} for label, facts in series.items()}
-        return recipes.At(scale, Curves(f"{name}.svg", task_series, x, "dev.accuracy", labels))
+        return recipes.AtScale(scale, Curves(f"{name}.svg", task_series, x, "dev.accuracy", labels))
 
     blocks = {
         f"{scale}_curves": curves(scale, "steps", "steps of pretraining", scale) for scale in TASK
@@ -54,7 +54,7 @@ def get_blocks(results):
         for masked, causal in EQUAL_TARGETS
     ]
     equal = Table(rows, {column: Column("dev.accuracy")})
-    blocks["small_equal_targets"] = recipes.At("small", Claims(equal, claims))
+    blocks["small_equal_targets"] = recipes.AtScale("small", Claims(equal, claims))
     predicted = "million tokens predicted in pretraining"
     blocks["small_targets"] = curves("small", "targets", predicted, "small_targets")
     return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper")) | blocks

@@ -103,7 +103,7 @@ def get_blocks(results):
     def curves(scale):
         series = {size: {"model": size} for size in SIZES[scale]}
         labels = ("real tokens", "held-out masked-LM loss")
-        return recipes.At(scale, Curves(f"{scale}.svg", series, "real_tokens", "loss", labels))
+        return recipes.AtScale(scale, Curves(f"{scale}.svg", series, "real_tokens", "loss", labels))
 
     return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper")) | {
         f"{scale}_curves": curves(scale) for scale in SIZES

@@ -143,10 +143,10 @@ def get_blocks(results):
 
     def curves(name, labels):
         series = {label: {"model": label} for label in labels}
-        return recipes.At("small", Curves(f"{name}.svg", series, "step", "loss", axes))
+        return recipes.AtScale("small", Curves(f"{name}.svg", series, "step", "loss", axes))
 
     return {
-        "steps": recipes.At("small", Steps()),
+        "steps": recipes.AtScale("small", Steps()),
         "lengths": curves("lengths", lengths),
         "changes": curves("changes", ["T=16", *CHANGES]),
         "others": curves("others", ["T=16", *OTHERS]),
