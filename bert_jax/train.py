@@ -20,8 +20,8 @@ from typing import Any
 from bert_jax import storage
 from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig
 from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.errors import shown
-from bert_jax.inference.fill_mask import MaskSampler
+from bert_jax.errors import with_user_paths
+from bert_jax.inference.fill_mask import MaskProbe
 from bert_jax.inference.predict import METRICS, evaluate_run, over_seeds
 from bert_jax.model.bert import Params
 from bert_jax.objectives import finetuning
@@ -94,15 +94,19 @@ def train(
     metric = phases[0].objective.best_metric
     init, shapes = initial_state(config, phases[0], mesh)
     texts = [text for text in getattr(config, "sample_texts", "").split("|") if text.strip()]
-    sampler = MaskSampler(config.model, vocabulary, texts, mesh) if texts else None
+    sampler = MaskProbe(config.model, vocabulary, texts, mesh) if texts else None
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(open_session(folder, config, vocabulary, data, metric, force))
         folder, step = run.folder, run.step
         if step >= config.steps or run.early_stopping.is_over:
-            print(shown(f"{folder}: training is complete (step {step:,} of {config.steps:,})"))
+            print(
+                with_user_paths(
+                    f"{folder}: training is complete (step {step:,} of {config.steps:,})"
+                )
+            )
             print_json({"split": "end", **describe_end(run, step, 0.0, metric.name)._asdict()})
             return
-        distributed.first(
+        distributed.run_on_process_0(
             "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
         )
         lines = itertools.chain(
@@ -150,7 +154,7 @@ def _run_steps(
     monitors: Monitors,
     programs_of: Callable[[int], Programs],
     state: State,
-    sampler: MaskSampler | None,
+    sampler: MaskProbe | None,
     summarize_trace: Summarize | None,
 ) -> int:
     """Run the steps from that of `run` on; log, evaluate and save. Return the number of steps done."""
@@ -208,13 +212,13 @@ def _run_steps(
                         log.bad_step(bad_step)
                     # Within a window, the sums are not those of the step alone.
                     elif done == first_step + 1 and due(first_step, config.log_every_steps):
-                        log.first(done, sums)
+                        log.log_first_step(done, sums)
                     if due(done, config.log_every_steps) or done == config.steps:
                         log.training(done, sums)
                 tracer.update(step)
                 metrics = None
                 if should_evaluate:
-                    metrics = log.heldout(
+                    metrics = log.evaluate_and_log(
                         step, functools.partial(programs.evaluate, evaluated_params(state))
                     )
                     early_stopping.add({"step": step, **metrics})
@@ -296,4 +300,4 @@ def due(step: int, every: int) -> bool:
 
 
 def _saved(step: int, config: TrainConfig, folder: pathlib.Path) -> str:
-    return shown(f"saved step {step:,} of {config.steps:,} in {folder}")
+    return with_user_paths(f"saved step {step:,} of {config.steps:,} in {folder}")

@@ -12,7 +12,7 @@ import numpy as np
 from bert_jax import storage
 from bert_jax.config.schema import TrainConfig, batch_size_key
 from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.errors import shown
+from bert_jax.errors import with_user_paths
 from bert_jax.model import attention
 from bert_jax.objectives.base import Metric, Phase
 from bert_jax.runs import checkpoint, workdir
@@ -76,19 +76,21 @@ def open_session(
     ranking: dict[str, Any] = best | {"since": workdir.comparable_since(config, data)}
     distributed.check_same_on_all_processes(workdir.identity(config, data))
     with contextlib.ExitStack() as stack:
-        folder = _own(folder, stack)
+        folder = _open_remote_workdir(folder, stack)
 
         def claim() -> None:
             stack.enter_context(files.lock_folder(folder))
             workdir.write_or_check_config(folder, config, data, best, force, vocabulary)
 
-        distributed.first("opening the workdir", claim)
-        distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
+        distributed.run_on_process_0("opening the workdir", claim)
+        distributed.run_on_process_0(
+            "checking the checkpoints", lambda: checkpoint.move_damaged(folder)
+        )
         checkpoints = Checkpoints(
             folder / "checkpoints",
             config.checkpoint,
             **ranking,
-            owner=_share(folder),
+            owner=_sync_workdir(folder),
             identity=workdir.read_identity(folder),
         )
         stack.callback(checkpoints.close)
@@ -97,16 +99,18 @@ def open_session(
         yield Session(folder, checkpoints, EarlyStopping(config, ranking, folder, step), step)
 
 
-def _own(folder: str | pathlib.Path, stack: contextlib.ExitStack) -> pathlib.Path:
+def _open_remote_workdir(folder: str | pathlib.Path, stack: contextlib.ExitStack) -> pathlib.Path:
     """Return the local folder of a workdir, which on object storage is owned until `stack` closes."""
     if not storage.is_remote(folder):
         return pathlib.Path(folder)
     mirror, local = storage.mirrored(folder, jax.process_index()), []
-    distributed.first("owning the workdir", lambda: local.append(stack.enter_context(mirror)))
+    distributed.run_on_process_0(
+        "owning the workdir", lambda: local.append(stack.enter_context(mirror))
+    )
     return local[0] if local else stack.enter_context(mirror)
 
 
-def _share(folder: pathlib.Path) -> str:
+def _sync_workdir(folder: pathlib.Path) -> str:
     """On object storage, give all processes the files of the workdir that process 0 has written.
 
     Returns:
@@ -115,7 +119,7 @@ def _share(folder: pathlib.Path) -> str:
     if not storage.remote(folder):
         return ""
     token = [""]
-    distributed.first("sharing the workdir", lambda: token.append(storage.push(folder)))
+    distributed.run_on_process_0("sharing the workdir", lambda: token.append(storage.push(folder)))
     if jax.process_index():
         storage.pull(folder)
     return distributed.gather("sharing the lease", token[-1])[0]
@@ -186,7 +190,7 @@ def describe_end(run: Session, step: int, seconds: float, metric: str) -> summar
     """Describe a finished run."""
     best_step, best_value = run.early_stopping.best or (None, None)
     run.checkpoints.wait()
-    kept = shown(str(run.checkpoints.folder_of(run.checkpoints.best_step())))
+    kept = with_user_paths(str(run.checkpoints.folder_of(run.checkpoints.best_step())))
     return summary.End(step, round(seconds, 1), metric, best_step, best_value, kept)
 
 

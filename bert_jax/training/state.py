@@ -98,7 +98,7 @@ def initial_state(
     teacher = jax.eval_shape(lambda: getattr(objective, "teacher", None))
     loss_terms = jax.eval_shape(
         lambda params, batch, key: objective.loss_terms(
-            params, objective.prepare(batch, key), None
+            params, objective.make_inputs(batch, key), None
         ),
         with_teacher(params, teacher),
         phase.batch_shape,

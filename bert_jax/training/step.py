@@ -54,7 +54,7 @@ def make_step(config: TrainConfig, phase: Phase):
         input_key, dropout_key = jax.random.split(key)
         dropout_key = generator_key(dropout_key, config.model.dropout_generator)
         with jax.named_scope("inputs"):
-            inputs = objective.prepare(batch, input_key)
+            inputs = objective.make_inputs(batch, input_key)
             normalizers = objective.normalizers(inputs)
         grad_fn = jax.grad(loss_fn, has_aux=True)
         if accumulation == 1:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from bert_jax.errors import UserError
 from bert_jax.tools.sweep import Point, SweepArgs
-from bert_jax.tools.sweep.experiment import Block, Claim, Claims, Column, Line, Table
+from bert_jax.tools.sweep.experiment import Block, Claim, Claims, Column, Result, Table
 
 # --- Pretraining ----------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ def minilm() -> pathlib.Path:
     return pathlib.Path(spec.origin).parent / "model"
 
 
-def called(init: str) -> str:
+def checkpoint_label(init: str) -> str:
     """Return the name of a checkpoint in tables: OWNER/NAME, or the last two parts of its path."""
     return "/".join(pathlib.Path(init).parts[-2:])
 
@@ -333,7 +333,7 @@ def starts(args: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
         capitals: whether the paper's models are cased.
     """
     if args.init:
-        return {called(args.init): ["--init", args.init]}
+        return {checkpoint_label(args.init): ["--init", args.init]}
     if args.scale == "paper":
         both = {"base": base(args), "large": large(args)}
         if capitals:
@@ -394,7 +394,7 @@ def finetuned(
 
 
 @dataclasses.dataclass(frozen=True)
-class At:
+class AtScale:
     """A block for the results of one scale, with the best setting of each grid on the dev set.
 
     Adds the metrics "minutes" and "tokens" (millions) to every run.
@@ -403,20 +403,20 @@ class At:
     scale: str
     block: Block
 
-    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Return the block's Markdown for the results of this scale."""
         lines = [line for line in results if line["scale"] == self.scale]
-        return self.block.markdown(picked([_with_clock(line) for line in lines]), folder)
+        return self.block.markdown(best_settings([_with_clock(line) for line in lines]), folder)
 
 
-def _with_clock(line: Line) -> Line:
+def _with_clock(line: Result) -> Result:
     if "step_seconds" not in line:
         return line
     clock = {"minutes": line["step_seconds"] / 60, "tokens": line["real_tokens"] / 1e6}
     return {**line, "metrics": {**line["metrics"], **clock}}
 
 
-def picked(results: Sequence[Line]) -> list[Line]:
+def best_settings(results: Sequence[Result]) -> list[Result]:
     """Drop lines whose "setting" is not the best one of their model and task on the dev set."""
     grids: dict[tuple[str, str], dict[str, list[float]]] = {}
     for line in results:
@@ -441,9 +441,9 @@ def page(**scales: tuple[Table, Sequence[Claim]]) -> dict[str, Block]:
     """Return a table, and tests of the paper's claims, for each scale."""
     blocks: dict[str, Block] = {}
     for scale, (table, claims) in scales.items():
-        blocks[scale] = At(scale, table)
+        blocks[scale] = AtScale(scale, table)
         if claims:
-            blocks[f"{scale}_claims"] = At(scale, Claims(table, claims))
+            blocks[f"{scale}_claims"] = AtScale(scale, Claims(table, claims))
     return blocks
 
 
@@ -457,7 +457,7 @@ class Larger:
 
     sets: Mapping[str, str]
 
-    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Return a row per model, and one for transformers' Trainer on MiniLM."""
         lines = [
             {"facts": {"model": model, "set": line["set"]}, "metrics": {"score": value}}
@@ -485,7 +485,7 @@ LARGER = {
 }
 
 
-def fine_tunings() -> list[tuple[str, Line]]:
+def fine_tunings() -> list[tuple[str, Result]]:
     """Return the recorded fine-tuning of larger models, with the label of the model of each."""
     here = pathlib.Path(__file__).parent
     texts = ((here / f"{name}.jsonl").read_text() for name in ("finetuning", "trainer"))
@@ -496,7 +496,7 @@ def fine_tunings() -> list[tuple[str, Line]]:
     ]
 
 
-def models(results: Sequence[Line], scale: str, *defaults: str) -> list[str]:
+def models(results: Sequence[Result], scale: str, *defaults: str) -> list[str]:
     """Return the labels of a table's models: the default ones, and others that have results."""
     facts = [line["facts"] for line in results if line["scale"] == scale]
     return list(dict.fromkeys([*defaults, *(each["model"] for each in facts if "task" in each)]))
@@ -508,7 +508,7 @@ def sizes(labels: Sequence[str]) -> dict[str, str]:
 
 
 def comparison(
-    results: Sequence[Line],
+    results: Sequence[Result],
     paper: Mapping[str, Mapping[str, float]],
     small_columns: Mapping[str, Any],
     paper_columns: Mapping[str, Any],

@@ -423,7 +423,7 @@ def storage_read(scheme: str, cached: bool, steps: int) -> Turn:
         steps: batches per turn.
     """
     os.environ["BERT_JAX_STORAGE_CACHE_GB"] = str(int(cached))
-    train_rows, numbers = Rows(_stored_rows(_storage(scheme)), "train"), itertools.count()
+    train_rows, numbers = RowDataset(_stored_rows(_storage(scheme)), "train"), itertools.count()
     while cached and not train_rows.is_local:
         time.sleep(0.05)
 

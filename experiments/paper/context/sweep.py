@@ -11,7 +11,7 @@ WORDS = ("right", "bank", "spring")
 
 def get_points(args):
     """Return the model, and the measurement of its vectors."""
-    name = recipes.called(args.init) if args.init else "base"
+    name = recipes.checkpoint_label(args.init) if args.init else "base"
     model = args.init or recipes.base(args)
     yield Point(
         "senses", ("python", "experiments/paper/context/senses.py", "--init", model), {"of": name}
@@ -48,4 +48,4 @@ def _table(model, metrics):
 
 def get_blocks(results):
     """Return a table for each scale."""
-    return {scale: recipes.At(scale, Layers()) for scale in SCALES}
+    return {scale: recipes.AtScale(scale, Layers()) for scale in SCALES}

@@ -88,6 +88,6 @@ def get_blocks(results):
     small = {task: column(task) for task in TASKS["small"]}
     paper = matched | {task: column(task) for task in TASKS["paper"][1:]}
     blocks = recipes.comparison(results, PAPER, small, paper, average=True)
-    chosen = {f"{scale}_settings": recipes.At(scale, Settings()) for scale in GRID}
+    chosen = {f"{scale}_settings": recipes.AtScale(scale, Settings()) for scale in GRID}
     names = {"SST-2": "sst2", "CoLA": "cola", "RTE": "rte", "QNLI, 8,999 examples": "qnli"}
     return blocks | chosen | {"larger": recipes.Larger(names)}

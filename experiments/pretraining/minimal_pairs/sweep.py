@@ -14,7 +14,7 @@ PAIRS = 200
 def get_points(args):
     """Return the measurement of each model, or of the checkpoint of `--init`."""
     if args.init:
-        inits = {recipes.called(args.init): [args.init]}
+        inits = {recipes.checkpoint_label(args.init): [args.init]}
     else:
         seeds = recipes.pretraining_seeds(args)
         inits = {
