@@ -268,25 +268,14 @@ def finetune(
     folder = pathlib.Path(folder)
     workdir.require_same_kind(folder, seeds)
     run = finetuning.prepare_run(config, init, seeds, vocab, which, keys)
-    compiled: dict[int, Any] = {}
+    options = (force, run.params, {}, summarize_trace, save_on_signal)
     results = []
     for seed in range(config.seed, config.seed + seeds):
         seed_config = dataclasses.replace(copy.deepcopy(run.config), seed=seed)
         seed_folder = folder / f"seed_{seed}" if seeds > 1 else folder
         if seeds > 1:
             print(f"seed {seed}", flush=True)
-        train(
-            seed_config,
-            run.vocabulary,
-            run.data,
-            [run.phase(seed)],
-            seed_folder,
-            force,
-            run.params,
-            compiled,
-            summarize_trace,
-            save_on_signal,
-        )
+        train(seed_config, run.vocabulary, run.data, [run.phase(seed)], seed_folder, *options)
         results.append(evaluate_run(seed_folder, run.dataset, MeshConfig()))
     summary = results[0] if seeds == 1 else over_seeds(results)
     if seeds > 1:
