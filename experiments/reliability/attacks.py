@@ -4,11 +4,13 @@
 
 Creates its data as kills.py does. The result of each situation replaces its line in attacks.jsonl,
 from which `report.py` writes README.md. Takes about an hour, needs Linux, root for mounts and host
-names, and `pip install wandb mlflow-skinny`.
+names, and `pip install time-machine wandb mlflow-skinny`.
 """
 
 import argparse
+import contextlib
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -20,17 +22,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 import kills
 
+from bert_jax import storage
+
 HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
 RESULTS = HERE / "attacks.jsonl"
+SCHEMES = ("gs", "s3")
 
 
-def started(command: list, **environment: str) -> subprocess.Popen:
-    """Start a command with additional environment variables."""
+def started(
+    command: list, host: str = "", program: tuple = ("-m", "bert_jax"), **environment: str
+) -> subprocess.Popen:
+    """Start a command with additional environment variables, and on Linux under a host name."""
+    on_host = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"] if host else []
     return subprocess.Popen(
-        [sys.executable, "-m", "bert_jax", *map(str, command)],
+        [*on_host, sys.executable, *map(str, (*program, *command))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -49,6 +59,12 @@ def wait_for(path: pathlib.Path, process: subprocess.Popen) -> None:
         if process.poll() is not None:
             raise SystemExit(f"{path.name} was not written:\n{process.communicate()[0]}")
         time.sleep(0.01)
+
+
+def starts(url: str) -> int:
+    """Return the number of starts that a run on object storage has recorded."""
+    path = f"{url}/starts.jsonl"
+    return len(storage.read(path).splitlines()) if storage.is_file(path) else 0
 
 
 def metrics_of(folder: pathlib.Path) -> dict:
@@ -275,6 +291,64 @@ def a_vocabulary_of_much_text(data: pathlib.Path, make: dict, gigabytes: int = 5
     return {"times": 1, "found": f"{gigabytes} GB: {peak:,} MB in {minutes:.1f} min"}
 
 
+@contextlib.contextmanager
+def served(scheme: str, data: pathlib.Path, name: str) -> Iterator:
+    """Start a storage server that this process and its children use."""
+    from tests.helpers.objects import serve
+
+    with serve(scheme, str(data / name)) as server:
+        os.environ.update(server.environment, BERT_JAX_STORAGE_CACHE=str(data / f"{name}_cache"))
+        filesystem = storage.objects.filesystem
+        filesystem(scheme).clear_instance_cache()  # of an earlier server
+        filesystem.cache_clear()
+        yield server
+
+
+def differs(url: str, data: pathlib.Path, name: str) -> list[str]:
+    """Return the differences of a run on object storage from the undisturbed one."""
+    names = list(storage.listing(url))
+    storage.download([f"{url}/{n}" for n in names], [data / name / n for n in names])
+    return kills.differences("pretrain", data / name, data / "pretrain")
+
+
+# libfaketime and other libraries that replace clock_gettime leave the kernel's clock as it is, for
+# which TensorStore waits. time-machine (from PyPI) changes the clock of Python, which leases run in.
+ON_ANOTHER_CLOCK = """
+import datetime
+import sys
+import time_machine
+from bert_jax.cli import console
+now = datetime.datetime.now(datetime.timezone.utc)
+time_machine.travel(now + datetime.timedelta(hours=int(sys.argv.pop(1)))).start()
+console()
+"""
+
+
+def clocks_an_hour_apart(data: pathlib.Path, make: dict) -> dict:
+    """A run on gs:// and s3:// is killed and resumed on another host whose clock is an hour off."""
+    rng, slowest = random.Random(0), 0.0
+    (data / "clock.py").write_text(ON_ANOTHER_CLOCK)
+    for scheme, hours in itertools.product(SCHEMES, (1, -1)):
+        name = f"clock_{scheme}{hours}"
+        with served(scheme, data, name) as server:
+            url, enough = f"{server.url}/run", rng.randint(20, 60)
+            first = started(make["pretrain"](url), host="other")
+            while len(storage.listing(f"{url}/checkpoints")) < enough:
+                assert first.poll() is None, first.communicate()[0]
+            first.kill()
+            first.communicate()
+            lines, begin = starts(url), time.monotonic()
+            second = started(make["pretrain"](url), program=(data / "clock.py", hours))
+            while starts(url) == lines:
+                assert second.poll() is None, second.communicate()[0]
+                time.sleep(0.1)
+            slowest = max(slowest, time.monotonic() - begin)
+            text = second.communicate(timeout=600)[0]
+            assert second.returncode == 0, text
+            assert not (found := differs(url, data, f"{name}_run")), found
+    return {"times": 4, "found": f"resumed within {slowest:.0f} s, and ended with the same bits"}
+
+
 def fine_tuning_with_lora(data: pathlib.Path, make: dict) -> dict:
     """Fine-tuning with LoRA is killed at random moments and resumed."""
 
@@ -402,6 +476,7 @@ ATTACKS = (
     predictions_on_a_full_disk,
     large_inputs,
     a_vocabulary_of_much_text,
+    clocks_an_hour_apart,
     fine_tuning_with_lora,
     an_extended_vocabulary,
     trackers_without_a_server,
