@@ -414,6 +414,21 @@ def trackers_without_a_server(data: pathlib.Path, make: dict) -> dict:
     return {"times": 4, "found": f"one line and status 2 after {', '.join(found)}"}
 
 
+def requests_in_another_order(data: pathlib.Path, make: dict) -> dict:
+    """Storage receives 1 of 20 unconditional writes twice, a second apart, and others late."""
+    statuses = []
+    for scheme in SCHEMES:
+        with served(scheme, data, f"{scheme}_replayed") as server:
+            server.proxy.replay_every, url, status = 20, f"{server.url}/run", 75
+            while status == 75:
+                process = started(make["pretrain"](url))
+                text, status = process.communicate(timeout=1200)[0], process.returncode
+                statuses.append(f"{scheme}: {status}")
+            assert status == 0, text
+            assert not (found := differs(url, data, f"{scheme}_replayed_run")), found
+    return {"times": 2, "found": f"the same bits in the end; statuses: {', '.join(statuses)}"}
+
+
 def a_disk_that_turns_read_only(data: pathlib.Path, make: dict) -> dict:
     """The file system of a run (ext4) turns read-only at random moments, and is mounted again."""
 
@@ -480,6 +495,7 @@ ATTACKS = (
     fine_tuning_with_lora,
     an_extended_vocabulary,
     trackers_without_a_server,
+    requests_in_another_order,
     a_disk_that_turns_read_only,
     much_text,
 )
