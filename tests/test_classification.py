@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pyarrow
 import pytest
+import sklearn.metrics
 from pyarrow import parquet
 
 from bert_jax.config.schema import TaskConfig
@@ -274,6 +275,29 @@ def test_classification_metrics_match_hand_computation():
     assert metrics.classification(truth, predicted, 4) == pytest.approx(expected)
     expected["f1"] = 2 * 2 / (2 * 2 + 1 + 1)
     assert metrics.classification(truth, predicted, 2) == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore:A single label")
+def test_classification_metrics_match_scikit_learn():
+    rng = np.random.default_rng(0)
+    for classes in (2, 3, 7) * 20:
+        truth, other = rng.integers(0, rng.integers(1, classes + 1, (2, 1)), (2, 30))
+        predicted = np.where(rng.random(30) < 0.5, truth, other)
+        expected = {
+            "accuracy": sklearn.metrics.accuracy_score(truth, predicted),
+            "macro_f1": sklearn.metrics.f1_score(truth, predicted, average="macro"),
+            "matthews": sklearn.metrics.matthews_corrcoef(truth, predicted),
+        }
+        if classes == 2:
+            expected["f1"] = sklearn.metrics.f1_score(truth, predicted, zero_division=0)
+        assert metrics.classification(truth, predicted, classes) == pytest.approx(expected)
+        truth, predicted = rng.random((2, 30, classes)) < 0.3
+        expected = {
+            f"{average}_f1": sklearn.metrics.f1_score(truth, predicted, average=average)
+            for average in ("micro", "macro")
+        }
+        expected["exact_match"] = sklearn.metrics.accuracy_score(truth, predicted)
+        assert metrics.multilabel_metrics(truth, predicted) == pytest.approx(expected)
 
 
 @pytest.mark.filterwarnings("error")
