@@ -137,6 +137,24 @@ def test_libtpu_is_ignored_on_a_machine_without_tpus(monkeypatch, tmp_path):
     assert not device._only_cpu()
 
 
+def test_unused_gpus_are_explained(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "_DEVICES", tmp_path)
+
+    def line(platforms="", plugins=(), asked="", platform="cpu"):
+        monkeypatch.setattr(device, "_platforms", lambda: platforms)
+        monkeypatch.setattr(device, "_plugins", lambda: list(plugins))
+        return "".join(device.unused_gpu(asked, platform))
+
+    (tmp_path / "nvidiactl").touch()
+    assert not line()
+    (tmp_path / "nvidia1").touch()
+    assert "bert-jax[cuda13]" in line()
+    assert "$JAX_PLATFORMS is 'cpu'" in line("cpu", ["xla_cuda13"])
+    assert "cuda12" in line("", ["xla_cuda13"])  # the plugin does not start
+    assert not line("cpu", asked="cpu")
+    assert not line(platform="gpu")
+
+
 @pytest.mark.parametrize(
     ("flags", "refused"),
     [

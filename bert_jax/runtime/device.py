@@ -122,6 +122,19 @@ def _may_use_gpu() -> bool:
     return any(kind in name for name in candidates for kind in ("cuda", "rocm", "gpu"))
 
 
+def unused_gpu(asked: str, platform: str) -> Iterator[str]:
+    """Yield why JAX runs on the CPU if there is an NVIDIA GPU and config.platform, `asked`, is ""."""
+    if asked or platform != "cpu" or not any(_DEVICES.glob("nvidia[0-9]*")):
+        return
+    if _may_use_gpu():
+        why = "JAX cannot start it: check nvidia-smi; drivers before 580 need bert-jax[cuda12]"
+    elif _platforms():
+        why = f"$JAX_PLATFORMS is {_platforms()!r}: unset it"
+    else:
+        why = "JAX's plugin is missing: pip install 'bert-jax[cuda13]', with Python 3.12 or newer"
+    yield f"warning: the GPU of this machine is not used: {why}"
+
+
 def use_eigen_matmul() -> None:
     """Make XLA use Eigen for matrix products on CPU, and YNNPACK only for reductions.
 

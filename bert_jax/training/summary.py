@@ -12,7 +12,7 @@ from bert_jax.model.flops import parameter_count
 from bert_jax.objectives import warm_start
 from bert_jax.objectives.base import Phase
 from bert_jax.runs import workdir
-from bert_jax.runtime import sharding
+from bert_jax.runtime import device, sharding
 
 # Held-out losses of fewer masked tokens have a standard error above 0.1 nats.
 _MIN_HELDOUT_TARGETS = 500
@@ -34,7 +34,9 @@ def start_lines(
         params: the parameters or their shapes.
     """
     model = config.model
+    hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
     yield sharding.mesh_line(mesh)
+    yield from device.unused_gpu(config.platform, hardware[0])
     yield (
         f"model: L{model.layers}-H{model.hidden}-A{model.heads}, "
         f"{parameter_count(params, model):,} parameters, vocabulary of {model.vocab_size:,}"
@@ -52,7 +54,6 @@ def start_lines(
             f"{_count(sum(_epochs(phases, data)))} epochs; {heldout:,} rows held out"
         )
     sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
-    hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
     yield (
         f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.dtype}; "
         f"{attention.attention_line(config, *hardware, [phase.tokens for phase in phases])}"
