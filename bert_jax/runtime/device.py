@@ -52,7 +52,7 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
     except (RuntimeError, AssertionError) as error:  # JAX asserts that it has a backend
         if not platform:
             raise
-        extra = {"gpu": "cuda", "tpu": "tpu"}.get(platform)
+        extra = {"gpu": "cuda13", "tpu": "tpu"}.get(platform)
         advice = f"install bert-jax[{extra}] on a machine with one, or " if extra else ""
         raise UserError(
             f"config.platform is {platform!r}, but JAX finds no such device: {advice}"

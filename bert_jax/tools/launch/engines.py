@@ -438,7 +438,7 @@ def sky(
         program = "bert-jax"
     else:
         start = "exec"
-        extras = [*_EXTRAS, *(["tpu"] if is_tpu else ["cuda"] if accelerator else [])]
+        extras = [*_EXTRAS, *(["tpu"] if is_tpu else ["cuda13"] if accelerator else [])]
         task["workdir"] = str(CHECKOUT)
         task["setup"] = _SKY_SETUP.format(extras=",".join(extras))
         program = "venv/bin/bert-jax"
