@@ -6,6 +6,7 @@
 #   make coverage                   the same, with line coverage (half as long again)
 #   make lint                       ruff, import-linter and pyright
 #   make docs                       build the documentation into build/site
+#   make requirements               write the versions and hashes of launch/Dockerfile
 #   make count                      lines and syntax nodes by folder
 #   make bench [ARGS=…]             benchmarks against PyTorch; needs BERT_JAX_DATA
 #   make soak                       kill a run a hundred times, watch a long one for leaks, fuzz
@@ -13,7 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all test-nightly coverage lint docs bench soak count clean
+.PHONY: quickstart test test-all test-nightly coverage lint docs bench soak count requirements clean
 
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
@@ -59,6 +60,16 @@ soak: $(VENV)/test.done
 
 count:
 	$(PYTHON) tests/count.py
+
+# libtpu needs glibc 2.31.
+requirements: | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet uv
+	for device in cpu cuda13 tpu; do \
+		$(BIN)/uv pip compile --quiet --no-config --upgrade --generate-hashes --no-emit-index-url --no-header --no-annotate \
+			--python-version 3.12 --python-platform x86_64-manylinux_2_31 --output-file launch/requirements-$$device.txt \
+			--extra gcs --extra s3 --extra tfds --extra wiki --extra wandb --extra mlflow \
+			$$([ $$device = cpu ] || echo --extra $$device) pyproject.toml || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV)

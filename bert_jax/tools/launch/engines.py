@@ -29,7 +29,7 @@ SCRIPTS = CHECKOUT / "launch"
 ONE_PROCESS = ("finetune", "prepare", "sweep")
 
 _CHIPS_PER_VM = 4
-# Extras that workers install, besides that of their accelerator; also in tpu_worker.sh and the Dockerfile.
+# Extras that workers install, besides that of their accelerator; also in tpu_worker.sh and the Makefile.
 _EXTRAS = ("gcs", "s3", "tfds", "wiki", "wandb", "mlflow")
 
 
