@@ -16,7 +16,7 @@ from bert_jax.tools.launch import request
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # All pages, with those of the experiments.
