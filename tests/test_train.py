@@ -340,7 +340,7 @@ def test_finished_run_fills_masks_is_evaluated_and_reported(finished, tmp_path, 
 def test_heldout_means_are_of_all_batches_even_if_the_score_reads_one(rows, monkeypatch):
     _, phase = small_phase(rows)
     fake = {
-        "prepare": lambda batch, key: batch["x"],
+        "make_inputs": lambda batch, key: batch["x"],
         "loss_terms": lambda params, x, key: {"loss": (x.sum(), jnp.float32(x.size))},
         "predict": lambda params, x: {"x": x},
         "score": lambda pairs: {"first": float(next(iter(pairs))[1]["x"][0])},

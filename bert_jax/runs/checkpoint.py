@@ -521,6 +521,7 @@ class Checkpoints:
             **{PARAMS: _restore_args(params), TRAINING: _restore_args(training)}
         )
         with self._errors(f"restore step {step} from"):
+            self._manager.wait_until_finished()  # it may still be saved
             restored = self._manager.restore(step, args=args)
         return restored[PARAMS], restored[TRAINING]
 
