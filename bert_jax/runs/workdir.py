@@ -36,7 +36,7 @@ import jax
 import bert_jax
 from bert_jax import storage
 from bert_jax.config import schema as config_lib
-from bert_jax.config.checks import validate
+from bert_jax.config.checks import check_fields
 from bert_jax.config.schema import TrainConfig
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.compressed import whole
@@ -168,7 +168,7 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
         )
     try:
         config = config_lib.from_dict(content["config"])
-        validate(config)
+        check_fields(config)
         return config
     except (UserError, RecursionError) as error:
         raise UserError(
