@@ -46,7 +46,7 @@ from bert_jax.inference.attention_maps import AttentionMapper, AttentionMaps
 from bert_jax.inference.embed import Embedder
 from bert_jax.inference.fill_mask import Candidate, Inputs, MaskFiller, inputs_of
 from bert_jax.inference.sentence_scores import SentenceScorer, TokenScore
-from bert_jax.model.bert import Bert, Params, last_tokens
+from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives import pretraining, warm_start
 from bert_jax.runtime import device
 from bert_jax.storage import files
@@ -147,11 +147,21 @@ class Model:
             inputs: what `encode` returns.
             key: key of dropout; None for none.
         """
-        return self._apply({"params": params}, *inputs, key)
+        return self._apply(params, *inputs, key)
 
     @functools.cached_property
-    def _apply(self) -> Callable[..., Any]:
-        return jax.jit(functools.partial(Bert(self.config.model).apply, method=_outputs))
+    def _apply(self) -> Callable[..., Output]:
+        model = Bert(self.config.model)
+
+        def apply(params, tokens, layout, key) -> Output:
+            outputs: Any = model.apply({"params": params}, tokens, layout, key=key)
+            values = {name: getattr(outputs, name) for name in Output._fields}
+            for name in ("pooled", "next_sentence", *["head"] * HEADS[model.config.head].pooled):
+                if values[name] is not None:
+                    values[name] = values[name][:, 0]  # one sequence per row
+            return Output(**values)
+
+        return jax.jit(apply)
 
     def fill_mask(self, text: str, top: int = 5) -> list[list[Candidate]]:
         """Return the `top` candidates, (token, probability), for each [MASK] of a text."""
@@ -406,23 +416,6 @@ def finetune(
         keys=changes or (),
         save_on_signal=save_on_signal,
     )
-
-
-def _outputs(module: Bert, tokens: Any, layout: Any, key: Any) -> Output:
-    config = module.config
-    hidden = module.encode(tokens, layout, key)
-    first = last_tokens(layout) if config.causal else layout.cls
-    pooled = module.pool(hidden, first)[:, 0] if config.has_pooler else None
-    masked_lm = None
-    if config.masked_lm:
-        masked_lm = module.masked_lm(hidden, module.embeddings.word.embedding)
-    head = module.classify(tokens, layout, key) if config.head else None
-    if head is not None and HEADS[config.head].pooled:
-        head = head[:, 0]  # one sequence per row
-    next_sentence = None
-    if config.next_sentence and pooled is not None:
-        next_sentence = module.next_sentence(pooled)
-    return Output(hidden, pooled, masked_lm, next_sentence, head)
 
 
 def _require_list(function: str, texts: Any) -> None:

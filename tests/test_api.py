@@ -18,7 +18,7 @@ from bert_jax.config.schema import Config, FinetuneConfig, ModelConfig, TaskConf
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict
-from bert_jax.model import bert
+from bert_jax.model import encoder
 from bert_jax.model.bert import init_params
 from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import workdir
@@ -139,9 +139,9 @@ def test_predict_matches_the_predict_command(finetuned, tmp_path):
 
 def test_repeated_calls_do_not_trace_again(run, finetuned, monkeypatch):
     tuned, inputs = bert_jax.load(finetuned[1]), run.encode(["bread"])
-    traces, attention_context, repeated = [], bert.attention_context, {}
+    traces, attention_context, repeated = [], encoder.attention_context, {}
     monkeypatch.setattr(
-        bert, "attention_context", lambda *args: traces.append(1) or attention_context(*args)
+        encoder, "attention_context", lambda *args: traces.append(1) or attention_context(*args)
     )
     calls = {
         "embed": lambda: run.embed(["bread"], layers="1", weights=[0.5]),

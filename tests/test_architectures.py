@@ -19,7 +19,7 @@ from bert_jax.config.schema import Config, OptimConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
-from bert_jax.model import bert
+from bert_jax.model import bert, encoder
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.bert import Bert
 from bert_jax.model.flops import flops_per_row, parameter_count
@@ -179,10 +179,9 @@ def test_causal_model_matches_transformers(build, changes):
 
     def loss(params):
         asked = NextTokenTargets(t, 1)(tokens, length, length, layout, jax.random.key(0))
-        model = functools.partial(Bert(config).apply, {"params": params})
-        words, _ = model(asked.tokens, layout, asked.positions)
-        total, weight = losses.cross_entropy(words, asked.labels, asked.weights)
-        return total / weight, model(tokens, layout, method=Bert.hidden_states)
+        outputs = Bert(config).apply({"params": params}, asked.tokens, layout, asked.positions)
+        total, weight = losses.cross_entropy(outputs.masked_lm, asked.labels, asked.weights)
+        return total / weight, outputs.states
 
     (value, states), grads = fast_jit(jax.value_and_grad(loss, has_aux=True))(params)
     model, tensors = build(config, params)
@@ -205,7 +204,7 @@ def test_causal_model_matches_transformers(build, changes):
 def test_local_layers_rotate_by_their_theta_or_that_of_global_layers(local_theta, expected):
     config = make_config(**MODERN | {"local_rope_theta": local_theta})
     lengths = jnp.array([[9]])
-    _, (_, rotation) = bert.attention_context(config, rows.layout(lengths, lengths, 9))
+    _, (_, rotation) = encoder.attention_context(config, rows.layout(lengths, lengths, 9))
     # The second pair of features of a head of 8 rotates by theta ** -1/4 for each position.
     np.testing.assert_allclose(rotation.cos[0, 5, 1], np.cos(5 * expected**-0.25), rtol=1e-5)
 
@@ -290,7 +289,7 @@ def test_scan_and_remat_match_unrolled_alternating_layers():
         model = functools.partial(
             Bert(config).apply, {"params": params}, batch.tokens, batch.layout
         )
-        states.append(fast_jit(lambda: model(method=Bert.hidden_states))())  # noqa: B023
+        states.append(fast_jit(lambda: model().states)())  # noqa: B023
     ((loss, _), grads), *others = results
     assert abs(loss - loss_of(quiet)(params, batch)[0]) > 1e-3
     for (other, _), other_grads in others:

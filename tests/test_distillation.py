@@ -1,7 +1,6 @@
 """Distillation: losses against PyTorch and NumPy, packed rows, the frozen teacher, fine-tuning."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +55,12 @@ A_LENGTH = np.array([[5, 9, 6], [32, 0, 0], [11, 5, 0]], np.int32)
 
 def make():
     """Return the objective, the inputs of packed rows, and the parameters of both models."""
-    student = dataclasses.replace(STUDENT, teacher_hidden=TEACHER.hidden)
     params, teacher_params = (
-        jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((student, TEACHER))
+        jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((STUDENT, TEACHER))
     )
-    args = (student, MaskingConfig(rate=0.3), RowFormat(T, 3, VOCAB), 3, np.zeros(VOCAB, bool))
+    args = (STUDENT, MaskingConfig(rate=0.3), RowFormat(T, 3, VOCAB), 3, np.zeros(VOCAB, bool))
     objective = Distilled(ALL, Teacher(TEACHER, teacher_params), *args)
+    params["teacher_projection"] = objective.init(jax.random.key(5))["teacher_projection"]
     tokens = np.random.default_rng(0).integers(5, VOCAB, (3, T)).astype(np.int32)
     label = (LENGTH > 0) - 1 + (LENGTH > 10)
     batch = {"tokens": tokens, "length": LENGTH, "a_length": A_LENGTH, "label": label}
@@ -78,8 +77,8 @@ def forward(config):
     """Return a function (params, tokens, layout) -> (states of all layers, masked-LM logits)."""
 
     def run(params, tokens, one):
-        model = functools.partial(Bert(config).apply, {"params": params}, tokens, one)
-        return jnp.stack(model(method=Bert.hidden_states)), model(jnp.arange(T)[None])[0]
+        outputs = Bert(config).apply({"params": params}, tokens, one)
+        return jnp.stack(outputs.states), outputs.masked_lm
 
     return jax.jit(run)
 
@@ -183,8 +182,7 @@ def test_invalid_distill_config_is_rejected(changes, key):
 def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
     """The teacher is part of the training step and sharded like the parameters."""
     vocabulary = wordpiece.load(rows())
-    # The teacher has been distilled itself.
-    teacher = dataclasses.replace(TEACHER, vocab_size=len(vocabulary), teacher_hidden=40)
+    teacher = dataclasses.replace(TEACHER, vocab_size=len(vocabulary))
     folder = write_run(tmp_path / "teacher", teacher, random_params(teacher), vocabulary.tokens)
     changes = (
         f"distill.teacher={folder}", "distill.hidden=1.0", "distill.relations=1.0", "model.positions=32",
@@ -193,7 +191,6 @@ def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
     config = flags.load(arguments(*changes))
     config.phases = (PhaseConfig(rows=str(rows())),)
     config, _, data, (phase,) = pretraining.make_phases(config)
-    assert config.model.teacher_hidden == 24
     assert len(data[0]["teacher"]) == 64
     _, shapes = state_lib.initial_state(config, phase, sharding.make_mesh(MeshConfig(fsdp=2)))
     for name in ("encoder/layer_0/feed_forward/output/kernel", "embeddings/word/embedding"):
@@ -250,6 +247,7 @@ def make_finetuning(dataset, config, teacher, distill):
         jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((config, teacher))
     )
     objective.distill(distill, Teacher(teacher, teacher_params))
+    params = objective.init(jax.random.key(5)) | params
     inputs = objective.make_inputs(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
     return objective, inputs, distillation.with_teacher(params, teacher_params)
 
@@ -265,9 +263,7 @@ def test_finetuning_logit_loss_matches_pytorch(head, kind):
     terms = jax.jit(objective.loss_terms)(both, inputs, None)
     weights = np.array(objective.loss_weights(inputs))
     logits = (
-        jax.jit(functools.partial(Bert(m).apply, method=Bert.classify))(
-            {"params": p}, inputs.tokens, inputs.layout
-        )
+        jax.jit(Bert(m).apply)({"params": p}, inputs.tokens, inputs.layout).head
         for m, p in ((config, student_params(both)), (teacher, both["teacher"]))
     )
     student, taught = (torch.tensor(np.array(x)) for x in logits)
@@ -284,23 +280,11 @@ def test_finetuning_logit_loss_matches_pytorch(head, kind):
     assert "labels" in error_of(objective.distill, distill, Teacher(TEACHER, {}))
 
 
-def test_teacher_with_frozen_features_predicts_from_them():
-    dataset = RandomExamples("token", "class")
-    model = dataclasses.replace(model_config(dataset), features="embeddings")
-    batch = plans(dataset)[0].batch(0, 0)
-    inputs = jnp.asarray(batch["tokens"]), Layout(*map(jnp.asarray, layout(
-        batch["length"], batch["a_length"], batch["tokens"].shape[1]
-    )))  # fmt: skip
-    apply = functools.partial(Bert(model).apply, {"params": random_params(model)}, *inputs)
-    logits = apply(None, method=Bert.for_distillation)[0]
-    np.testing.assert_allclose(logits, apply(method=Bert.classify), atol=1e-6)
-
-
 def test_finetuning_hidden_and_relation_losses():
     """Both losses cover the tokens of packed examples and leave the other terms unchanged."""
     dataset = RandomExamples("sequence", "class")
     teacher = dataclasses.replace(model_config(dataset), layers=2, hidden=24, heads=3)
-    config = dataclasses.replace(model_config(dataset, layers=1, dropout=0.1), teacher_hidden=24)
+    config = model_config(dataset, layers=1, dropout=0.1)
     distill = DistillConfig(
         teacher="x", hidden=0.5, relations=2.0, relation_layer=1, relation_heads=4
     )
@@ -314,7 +298,8 @@ def test_finetuning_hidden_and_relation_losses():
     scales = [objective.loss_scales[x] for x in (distillation.HIDDEN, distillation.RELATIONS)]
     assert scales == [0.5, 2.0]
     extra = objective.flops_per_row - plain.flops_per_row
-    assert extra == 3 * 2 * inputs.tokens.shape[1] ** 2 * (3 * 12 + 24)
+    tokens = inputs.tokens.shape[1]
+    assert extra == 3 * 2 * (tokens**2 * (3 * 12 + 24) + 2 * tokens * 12 * 24)
 
     normalizers = objective.normalizers(inputs)
     real = np.array(inputs.layout.segment_ids) < inputs.example.shape[1]

@@ -26,6 +26,7 @@ from bert_jax.data.loader import RowDataset, batches
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
+from bert_jax.model.encoder import attention_probabilities
 from bert_jax.objectives import losses, pretraining
 from bert_jax.tasks.squad import Squad
 from tests.helpers.checkpoints import (
@@ -277,9 +278,8 @@ def their_model(folder, prefix, rest, tokenizers, kind=None):
     return model, tokenizer
 
 
-def run(config, params, *args, method=None):
-    bert = Bert(config.model)
-    return jax.jit(lambda p, *a: bert.apply({"params": p}, *a, method=method))(params, *args)
+def run(config, params, tokens, layout):
+    return jax.jit(Bert(config.model).apply)({"params": params}, tokens, layout)
 
 
 def batch(vocab, tokenizer):
@@ -310,25 +310,24 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
         theirs = {key: value[:, None] for key, value in theirs.items()}
     with torch.no_grad():
         expected = model(**theirs, output_hidden_states=True)
-    states = run(config, params, tokens, layout, method=Bert.hidden_states)
-    for ours, state in zip(states[1:], expected.hidden_states[1:], strict=True):
+    outputs = run(config, params, tokens, layout)
+    for ours, state in zip(outputs.states[1:], expected.hidden_states[1:], strict=True):
         np.testing.assert_allclose(ours[0], state[real], rtol=0, atol=1e-5)
     if rest == "Model":
-        got = {"last_hidden_state": states[-1]}
+        got = {"last_hidden_state": outputs.hidden}
         if config.model.has_pooler:
-            got = {"pooler_output": run(config, params, states[-1], layout.cls, method=Bert.pool)}
+            got = {"pooler_output": outputs.pooled}
     elif config.model.replaced_token:
-        got = {"logits": run(config, params, tokens, layout, method=Bert.replaced_token_logits)}
+        got = {"logits": outputs.replaced_token}
     elif config.model.head:
-        logits = run(config, params, tokens, layout, method=Bert.classify)
+        logits = outputs.head
         got = {"logits": logits}
         if rest == "ForQuestionAnswering":
             got = {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
         if rest.endswith("Classification"):
             assert config.model.labels == ("no", "maybe", "yes")
     else:
-        positions = jnp.arange(tokens.shape[1])[None]
-        words, following = run(config, params, tokens, layout, positions)
+        words, following = outputs.masked_lm, outputs.next_sentence
         got = {"logits": following if words is None else words}
         if rest == "ForPreTraining":
             got = {"prediction_logits": words, "seq_relationship_logits": following}
@@ -376,7 +375,7 @@ def test_second_text_has_type_0_if_the_tokenizer_gives_none(tmp_path, tokenizers
     assert "token_type_ids" not in theirs
     assert layout.token_type_ids.any()
     export(str(tmp_path / "in"), tmp_path / "out")
-    logits = run(config, params, tokens, layout, method=Bert.classify)
+    logits = run(config, params, tokens, layout).head
     for one in (model, type(model).from_pretrained(tmp_path / "out").eval()):
         with torch.no_grad():
             expected = one(**theirs).logits
@@ -410,7 +409,8 @@ def test_masked_lm_loss_and_gradients_equal_transformers(tmp_path, tokenizers, p
     targets = torch.where(torch.tensor(is_target), theirs["input_ids"], -100)
     reference = model(**theirs, labels=targets, output_attentions=True)
     reference.loss.backward()
-    maps = run(config, params, tokens, layout, method=Bert.attention_probabilities)
+    states = run(config, params, tokens, layout).states
+    maps = attention_probabilities(config.model, params, states, layout)
     for ours, layer in zip(maps, reference.attentions, strict=True):
         start = 0
         for weights, inside in zip(layer.detach().numpy(), real, strict=True):
@@ -418,10 +418,10 @@ def test_masked_lm_loss_and_gradients_equal_transformers(tmp_path, tokenizers, p
             expected = weights[:, inside][:, :, inside]
             np.testing.assert_allclose(ours[0, :, start:end, start:end], expected, atol=1e-5)
             start = end
-    positions, weights = jnp.arange(tokens.shape[1])[None], jnp.float32(is_target[real])[None]
+    weights = jnp.float32(is_target[real])[None]
 
     def loss(params):
-        logits = Bert(config.model).apply({"params": params}, tokens, layout, positions)[0]
+        logits = Bert(config.model).apply({"params": params}, tokens, layout).masked_lm
         total, weight = losses.cross_entropy(logits, tokens, weights)
         return total / weight
 

@@ -349,8 +349,8 @@ def states_and_logits(config, params, length):
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(1, 40, (len(length), int(length.sum(1).max()) + 2)))
     layout = rows.layout(jnp.asarray(length), jnp.asarray(length), tokens.shape[1])
-    bert = partial(Bert(config).apply, {"params": params}, tokens, layout)
-    return bert(method=Bert.hidden_states), bert(method=Bert.classify), layout
+    outputs = Bert(config).apply({"params": params}, tokens, layout)
+    return outputs.states, outputs.head, layout
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -59,7 +59,7 @@ def inputs():
 
 def logits(model, params, key=None):
     def classify(params, tokens, layout, key):
-        return Bert(model).apply({"params": params}, tokens, layout, key, method=Bert.classify)
+        return Bert(model).apply({"params": params}, tokens, layout, None, key).head
 
     return jax.jit(classify)(params, *inputs(), key)
 

@@ -89,8 +89,8 @@ def test_hidden_states_of_packed_texts_equal_transformers(minilm, reference):
         tokens[row, : len(together)] = together
         lengths[row, : len(members)] = [len(sequences[i]) for i in members]
     layout = rows.Layout(*map(jnp.asarray, rows.layout(lengths, lengths, 512)))
-    run = jax.jit(functools.partial(Bert(model).apply, method=Bert.hidden_states))
-    states = run({"params": imported.params}, jnp.asarray(tokens), layout)
+    run = jax.jit(functools.partial(Bert(model).apply, outputs=("states",)))
+    states = run({"params": imported.params}, jnp.asarray(tokens), layout).states
     for row, members in enumerate(bins):
         start = 0
         for i in members:

@@ -1,8 +1,8 @@
 """BERT's encoder and heads: parity with PyTorch, remat, vocabulary padding, dropout, sizes."""
 
 import dataclasses
-import functools
 import re
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -104,8 +104,8 @@ def test_packed_sequences_do_not_attend_to_each_other(causal):
     batch = make_batch(rng, [[20, 17, 6]], 48)
     params = random_params(config, rng)
     encode = jax.jit(
-        lambda tokens: Bert(config).apply(
-            {"params": params}, tokens, batch.layout, method=Bert.encode
+        lambda tokens: (
+            Bert(config).apply({"params": params}, tokens, batch.layout, outputs=()).hidden
         )
     )
     before = encode(batch.tokens)
@@ -277,8 +277,8 @@ def test_bfloat16_compute_with_float32_parameters(reference):
             error = np.linalg.norm(flat(low_grads)[path] - expected)
             assert error < 0.1 * np.linalg.norm(expected), path
     program = jax.make_jaxpr(
-        lambda tokens: Bert(config).apply(
-            {"params": params}, tokens, batch.layout, method=Bert.encode
+        lambda tokens: (
+            Bert(config).apply({"params": params}, tokens, batch.layout, outputs=()).hidden
         )
     )(batch.tokens)
     assert program.out_avals[0].dtype == jnp.bfloat16
@@ -300,10 +300,7 @@ def test_dropout_rate_and_mean(rate):
 
 def test_initial_values():
     config = make_config(vocab_size=1000, vocab_multiple=128, tied_decoder=False)
-    batch = make_batch(np.random.default_rng(0), [[8]], 8)
-    params = jax.jit(Bert(config).init)(
-        jax.random.key(0), batch.tokens, batch.layout, batch.positions
-    )["params"]
+    params = init_params(config, jax.random.key(0))
     for path, value in flat(params).items():
         value = np.array(value)
         kind = path.rpartition("/")[2]
@@ -366,25 +363,22 @@ def test_parameter_counts(name, vocab, parameters):
         },
     ],
 )  # fmt: skip
-def test_initial_parameters_equal_flax_init(changes):
-    """Values are equal bit for bit, for a seed passed as the training loop does."""
-    config = make_config(**changes)
-    one = jnp.ones((1, 1), jnp.int32)
-    inputs = (one, rows.layout(one, one, 1), one - 1)
-    # As in runs: the rounding of the same draws depends on compiler options.
-    options = {"xla_backend_optimization_level": 2}
-
-    def alone(key):
-        return Bert(config).init(key, *inputs, method=Bert.touch)["params"]
-
-    drawn_alone, together = (
-        jax.jit(lambda seed, init=init: init(jax.random.key(seed)), compiler_options=options)(
-            jnp.uint32(7)
-        )
-        for init in (alone, functools.partial(init_params, config))
+def test_initial_parameters_depend_on_their_path_alone(changes):
+    """A kernel is drawn as a matrix, from the key folded with the checksum of its path."""
+    config, key = make_config(**changes), jax.random.key(7)
+    params = flatten(init_params(config, key))
+    path = "encoder/layer_1/attention/value/kernel"
+    drawn = jax.random.truncated_normal(
+        jax.random.fold_in(key, zlib.crc32(path.encode())), -2, 2, (config.hidden, config.hidden)
     )
-    assert flat(together).keys() == flat(drawn_alone).keys()
-    jax.tree.map(np.testing.assert_array_equal, together, drawn_alone)
+    np.testing.assert_allclose(
+        params[path].reshape(drawn.shape), config.initializer_stddev * drawn, rtol=1e-6
+    )
+    other = dataclasses.replace(config, vocab_multiple=128, layers=config.layers + 1, pooler=True)
+    others = flatten(init_params(other, key))
+    for path, value in params.items():
+        part = others[path][tuple(map(slice, value.shape))]
+        np.testing.assert_array_equal(part[: config.vocab_size], value[: config.vocab_size])
 
 
 def test_flops_are_six_per_kernel_parameter_and_token_and_those_of_attention():

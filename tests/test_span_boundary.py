@@ -50,9 +50,9 @@ def test_loss_matches_the_paper():
     objective, inputs = make(tokens, length, a_length, **masking)
     params = jax.tree.map(jnp.asarray, random_params(CONFIG))
     hidden = np.array(
-        Bert(CONFIG).apply(
-            {"params": params}, inputs.masked.tokens, inputs.layout, method=Bert.encode
-        )
+        Bert(CONFIG)
+        .apply({"params": params}, inputs.masked.tokens, inputs.layout, outputs=())
+        .hidden
     )
     segment_ids = np.array(inputs.layout.segment_ids)
     arrays = jax.tree.map(np.array, params)

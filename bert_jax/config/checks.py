@@ -138,8 +138,6 @@ def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], 
 def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, str], None]) -> None:
     model, distill, default = config.model, config.distill, DistillConfig()
     if not distill.teacher:
-        requirement = "0: it is set in distillation of a teacher of another hidden size"
-        require(model.teacher_hidden == 0, "model.teacher_hidden", requirement)
         for name, value in dataclasses.asdict(default).items():
             requirement = f"{value!r}, the default, without a teacher (--teacher SOURCE)"
             require(getattr(distill, name) == value, f"distill.{name}", requirement)

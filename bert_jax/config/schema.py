@@ -195,9 +195,6 @@ class ModelConfig:
     # masked span from the two tokens beside it and its position in the span, up to the 20th. Its
     # loss is added to that of masked LM; it is meant for config.masking.span=10.
     span_boundary: bool = False
-    # Distillation: a dense layer from the hidden states to this hidden size, the teacher's, to
-    # compare them. Set by config.distill.hidden where the sizes differ.
-    teacher_hidden: int = _not_negative(0, 1_000_000)
     # Keep the pooler even if no head needs it.
     pooler: bool = False
     # Activation of the pooler: "tanh" (BERT), "relu" (DistilBERT) or "gelu" (ELECTRA).

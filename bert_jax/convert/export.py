@@ -67,9 +67,7 @@ def export(
     config, vocabulary, saved, step = open_model(source, which)
     params = saved if params is None else params
     # Without the parts for pretraining only, which no class of transformers has.
-    model = dataclasses.replace(
-        config.model, span_boundary=False, teacher_hidden=0, generator_hidden=0
-    )
+    model = dataclasses.replace(config.model, span_boundary=False, generator_hidden=0)
     generator = None
     if config.model.generator_hidden and heads == "all":
         generator = split_generator(config.model, params)

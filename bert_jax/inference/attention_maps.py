@@ -1,6 +1,6 @@
 """Compute and summarize attention maps."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from bert_jax.convert.source import OpenModel
 from bert_jax.errors import UserError
 from bert_jax.inference.fill_mask import inputs_of
 from bert_jax.model.bert import Bert
+from bert_jax.model.encoder import attention_probabilities
 
 
 class AttentionMaps(NamedTuple):
@@ -35,11 +36,13 @@ class AttentionMapper:
     def __init__(self, opened: OpenModel):
         self.config, self.vocabulary, self._params, _ = opened
         model = Bert(self.config.model)
-        self._apply = jax.jit(
-            lambda params, *inputs: model.apply(
-                {"params": params}, *inputs, method=Bert.attention_probabilities
-            )
-        )
+
+        @jax.jit
+        def probabilities(params, tokens, layout):
+            outputs: Any = model.apply({"params": params}, tokens, layout, outputs=("states",))
+            return attention_probabilities(model.config, params, outputs.states, layout)
+
+        self._apply = probabilities
 
     def __call__(self, text: str, text_b: str | None = None) -> AttentionMaps:
         """Return the attention in `[CLS] text [SEP]` or `[CLS] text [SEP] text_b [SEP]`.

@@ -28,7 +28,8 @@ from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Bert, Params, sum_tokens
+from bert_jax.model.bert import Bert, Params
+from bert_jax.model.heads import sum_tokens
 from bert_jax.runtime import sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
@@ -412,8 +413,8 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
     ) -> Float[Array, "B n D"]:
         """Sum over each sequence's counted tokens (n is S); without pooling, all tokens (n is T)."""
         layout = rows.layout(length, length, tokens.shape[1])
-        states: Any = model.apply({"params": params}, tokens, layout, method=Bert.hidden_states)
-        selected = [states[i].astype(jnp.float32) for i in layers]
+        outputs: Any = model.apply({"params": params}, tokens, layout, outputs=("states",))
+        selected = [outputs.states[i].astype(jnp.float32) for i in layers]
         if weights:
             x = functools.reduce(jnp.add, map(operator.mul, weights, selected))
         else:

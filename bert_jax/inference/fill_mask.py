@@ -71,7 +71,11 @@ class MaskFiller:
                 "cannot fill in masks"
             )
         model = Bert(self.config.model)
-        self._apply = jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)[0])
+        self._apply = jax.jit(
+            lambda params, *inputs: (
+                model.apply({"params": params}, *inputs, outputs=("masked_lm",)).masked_lm
+            )
+        )
 
     def __call__(self, text: str, top: int = 5) -> list[list[Candidate]]:
         """Return the `top` candidates for each `[MASK]` of the text, in order."""
@@ -131,7 +135,8 @@ class MaskProbe:
         bert = Bert(dataclasses.replace(model, attention="xla"))
 
         def candidates(params: Params, tokens, layout, positions):
-            logits = bert.apply({"params": params}, tokens, layout, positions)[0]
+            args = (tokens, layout, positions)
+            logits = bert.apply({"params": params}, *args, outputs=("masked_lm",)).masked_lm
             return jax.lax.top_k(jax.nn.softmax(logits), min(5, len(vocabulary)))
 
         replicated = sharding.replicated(mesh)

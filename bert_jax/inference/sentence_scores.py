@@ -48,7 +48,8 @@ class SentenceScorer:
 
         @jax.jit
         def log_probabilities(params, tokens, layout, positions, targets):
-            logits = model.apply({"params": params}, tokens, layout, positions)[0]
+            args = (tokens, layout, positions)
+            logits = model.apply({"params": params}, *args, outputs=("masked_lm",)).masked_lm
             return label_logits(logits, targets) - jax.nn.logsumexp(logits, -1)
 
         self._log_probabilities = log_probabilities

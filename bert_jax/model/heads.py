@@ -1,4 +1,4 @@
-"""Heads on the encoder: masked LM, span boundaries, hidden layers, and mixes of layers."""
+"""Heads on the encoder: masked LM, span boundaries, hidden layers, mixes of layers, pooling."""
 
 import functools
 import operator
@@ -6,17 +6,17 @@ import operator
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax.config.schema import ModelConfig
+from bert_jax.data.rows import Layout
 from bert_jax.model.layers import (
     ACTIVATIONS,
     dense,
-    initializer,
     norm_layer,
+    normal,
     one_hot_gather,
     padded_vocab_size,
-    vocab_initializer,
 )
 
 # Tokens of a span that the span-boundary head predicts (`max_pair_targets` in SpanBERT's code).
@@ -82,9 +82,7 @@ class MaskedLM(nn.Module):
         if c.tied_decoder:
             kernel = table.T
         else:
-            kernel = self.param(
-                "decoder", vocab_initializer(c, 1), (c.embedding_width, vocab), jnp.float32
-            )
+            kernel = self.param("decoder", normal(), (c.embedding_width, vocab), jnp.float32)
         logits = _vocab_logits(x, kernel)
         if c.decoder_bias:
             logits += self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
@@ -120,7 +118,7 @@ class SpanBoundary(nn.Module):
         """Return logits of the tokens at `offset` in spans between `left` and `right`."""
         c = self.config
         position = nn.Embed(
-            SPAN_POSITIONS, c.hidden, embedding_init=initializer(c), name="position"
+            SPAN_POSITIONS, c.hidden, embedding_init=normal(), name="position"
         ).embedding
         x = jnp.concatenate([left, right, one_hot_gather(position, offset, c.dtype)], axis=-1)
         for name in ("first", "second"):
@@ -151,3 +149,36 @@ class ScalarMix(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (), jnp.float32)
         weights = scale * jax.nn.softmax(weights)
         return functools.reduce(jnp.add, map(operator.mul, weights, states))
+
+
+def sum_tokens(
+    hidden: Float[Array, "B T D"], layout: Layout, included: Bool[Array, "B T"] | None = None
+) -> Float[Array, "B S D"]:
+    """Return the sum of each sequence's tokens, or of those `included`, in float32."""
+    slots = jnp.arange(layout.cls.shape[1])
+    mask = layout.segment_ids[:, None, :] == slots[None, :, None]
+    if included is not None:
+        mask &= included[:, None, :]
+    # By default, accelerators round the float32 operands of a matrix product.
+    precision, hidden = jax.lax.Precision.HIGHEST, hidden.astype(jnp.float32)
+    return jnp.einsum("bst,btd->bsd", mask.astype(jnp.float32), hidden, precision=precision)
+
+
+def pool_tokens(
+    hidden: Float[Array, "B T D"], layout: Layout, pooling: str
+) -> Float[Array, "B S D"]:
+    """Return a vector of each sequence in float32: its [CLS] ("cls") or the mean of its tokens.
+
+    An unused slot gets any finite vector.
+    """
+    if pooling == "cls":
+        return one_hot_gather(hidden.astype(jnp.float32), layout.cls)
+    ones = jnp.ones((*hidden.shape[:2], 1), jnp.float32)
+    return sum_tokens(hidden, layout) / jnp.maximum(sum_tokens(ones, layout), 1)
+
+
+def last_tokens(layout: Layout) -> Int[Array, "B S"]:
+    """Return the index of each sequence's last token; an unused slot gets a valid index."""
+    slots = jnp.arange(layout.cls.shape[1])
+    ends = jnp.sum(layout.segment_ids[:, None, :] <= slots[:, None], axis=2)
+    return jnp.maximum(ends - 1, 0)

@@ -30,7 +30,7 @@ class LSTM(nn.Module):
             return jnp.zeros(shape, dtype).at[d : 2 * d].set(1)
 
         # Project the inputs of all tokens at once; only the recurrent product is sequential.
-        project = Dense((4 * d,), c.dtype, uniform, bias_init=forget_bias, name="input")
+        project = Dense((4 * d,), c.dtype, kernel_init=uniform, bias_init=forget_bias, name="input")
         projected = project(x).astype(jnp.float32).swapaxes(0, 1)
         recurrent = self.param("recurrent", uniform, (d, 4 * d), jnp.float32)
 

@@ -1,5 +1,7 @@
 """Contrastive learning of sentence embeddings: texts of a pair become similar, other texts less so."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.config.schema import EmbedConfig, ModelConfig
 from bert_jax.data.examples import NO_EXAMPLE, PackedBatches
-from bert_jax.model.bert import Bert, Params, pool_tokens
+from bert_jax.model.bert import Params
+from bert_jax.model.heads import pool_tokens
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
 from bert_jax.tasks.pairs import Pairs
@@ -80,10 +83,10 @@ class Contrastive(Supervised):
     def _logits(
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
     ) -> Float[Array, "B S D"]:
-        hidden = self.model.apply(
-            {"params": params}, inputs.tokens, inputs.layout, key, method=Bert.encode
+        outputs: Any = self.model.apply(
+            {"params": params}, inputs.tokens, inputs.layout, key=key, outputs=("hidden",)
         )
-        return pool_tokens(hidden, inputs.layout, self.pooling)  # pyright: ignore[reportArgumentType]
+        return pool_tokens(outputs.hidden, inputs.layout, self.pooling)
 
     def unpack(
         self, logits: Float[np.ndarray, "S D"], lengths: Int[np.ndarray, " S"], slot: int

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.config.schema import DistillConfig, ModelConfig, TrainConfig
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Bert, Params
+from bert_jax.model.bert import Bert, Outputs, Params, draw_params
+from bert_jax.model.encoder import query_key_value
 from bert_jax.model.flops import flops_per_row
+from bert_jax.model.layers import Dense, dense
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.masked_lm import Inputs, MaskedLM
@@ -72,7 +74,6 @@ def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
         layer_loop=config.model.layer_loop,
         attention="xla",
         remat="none",
-        teacher_hidden=0,  # the projection to a teacher of its own
     )
     return Teacher(model, jax.device_get(params))
 
@@ -139,8 +140,8 @@ class StateLosses:
     """Losses of a student's hidden states and relations against those of its teacher.
 
     Attributes:
-        layers: the layers, from 1, of student and teacher whose relations are compared; 0 for none.
         flops_per_row: FLOPs of a training step for the losses, without the models'.
+        outputs: what the losses need of a call of student and teacher.
     """
 
     def __init__(
@@ -148,14 +149,16 @@ class StateLosses:
     ):
         """Initialize for rows of `tokens` tokens and models that passed `check`."""
         self._weights = {HIDDEN: distill.hidden, RELATIONS: distill.relations}
-        self._every = teacher.layers // student.layers
+        self._student, self._teacher = student, teacher
         self._heads = distill.relation_heads or student.heads
-        self.layers, self.flops_per_row = (0, 0), 0.0
+        self._teacher_layer = distill.relation_layer or teacher.layers
+        self._is_projected = bool(distill.hidden) and student.hidden != teacher.hidden
+        self.outputs = ("states",) if self.names else ()
+        self.flops_per_row = 0.0
         if distill.relations:  # of queries, keys and values
-            self.layers = (student.layers, distill.relation_layer or teacher.layers)
             self.flops_per_row += 3 * 2 * tokens**2 * (3 * student.hidden + teacher.hidden)
-        if student.teacher_hidden:
-            product = 2 * tokens * student.hidden * student.teacher_hidden
+        if self._is_projected:
+            product = 2 * tokens * student.hidden * teacher.hidden
             self.flops_per_row += 3 * product * (student.layers + 1)
 
     @property
@@ -163,24 +166,48 @@ class StateLosses:
         """Names of the losses."""
         return [name for name, weight in self._weights.items() if weight]
 
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Return the parameters of a dense layer from the student's hidden size to the teacher's.
+
+        There are none if the sizes are the same or no hidden states are compared.
+        """
+        if not self._is_projected:
+            return {}
+        layer = self._projection.init(key, jnp.zeros((1, self._student.hidden)))
+        return draw_params(self._student, {"teacher_projection": layer["params"]}, key)
+
+    @property
+    def _projection(self) -> Dense:
+        return dense(self._student, self._teacher.hidden)
+
     def __call__(
-        self,
-        student: tuple[list[Array], tuple[Array, ...]],
-        teacher: tuple[list[Array], tuple[Array, ...]],
-        segment_ids: Int[Array, "B T"],
-        is_real: Bool[Array, "B T"],
+        self, params: Params, student: Outputs, teacher: Outputs, layout: rows.Layout
     ) -> dict[str, WeightedSum]:
-        """Return the losses, given hidden states and relations of `Bert.for_distillation`."""
-        weights, terms = is_real.astype(jnp.float32), {}
+        """Return the losses.
+
+        Args:
+            params: parameters of the student, with the teacher's as "teacher".
+            student, teacher: what calls of both models return, with `outputs`.
+            layout: layout of the rows.
+        """
+        weights, terms = rows.is_real(layout).astype(jnp.float32), {}
+        states, teacher_states = student.states or [], teacher.states or []
+        if self._weights[RELATIONS]:
+            last, i = self._student.layers - 1, self._teacher_layer - 1
+            ours = query_key_value(self._student, params, states[last], layout, last)
+            theirs = query_key_value(self._teacher, params["teacher"], teacher_states[i], layout, i)
+            terms[RELATIONS] = _sum(
+                relation_loss(x, y, layout.segment_ids, weights, self._heads)
+                for x, y in zip(ours, theirs, strict=True)
+            )
         if self._weights[HIDDEN]:
+            if self._is_projected:
+                variables = {"params": params["teacher_projection"]}
+                states = [self._projection.apply(variables, x) for x in states]
+            every = self._teacher.layers // self._student.layers
             terms[HIDDEN] = _sum(
                 hidden_loss(x, y, weights)
-                for x, y in zip(student[0], teacher[0][:: self._every], strict=True)
-            )
-        if self._weights[RELATIONS]:
-            terms[RELATIONS] = _sum(
-                relation_loss(x, y, segment_ids, weights, self._heads)
-                for x, y in zip(student[1], teacher[1], strict=True)
+                for x, y in zip(states, teacher_states[::every], strict=True)
             )
         return terms
 
@@ -217,6 +244,10 @@ class Distilled(MaskedLM):
         self.flops_per_row += flops_per_row(teacher.model, *args_of_flops) / 3  # forward only
         self.flops_per_row += self._states.flops_per_row
 
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Return random parameters, independent of the format of the rows."""
+        return super().init(key) | self._states.init(key)
+
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of each loss for a whole batch, before it is split into parts."""
         normalizers = super().normalizers(inputs)
@@ -231,22 +262,21 @@ class Distilled(MaskedLM):
         """Return losses and metrics as (sum, weight); the student's dropout is on if `key` is given."""
         masked, layout = inputs.masked, inputs.layout
         args = (masked.tokens, layout, masked.positions)
-        student_layer, teacher_layer = self._states.layers
+        names = ("masked_lm", *self._states.outputs)
         student: Any = self.model.apply(
-            {"params": params}, *args, key, student_layer, method=Bert.for_distillation
+            {"params": params}, *args, key, outputs=("next_sentence", *names)
         )
         teacher: Any = self._teacher_model.apply(
-            {"params": params["teacher"]}, *args, None, teacher_layer, method=Bert.for_distillation
+            {"params": params["teacher"]}, *args, outputs=names
         )
-        loss_terms = self.logit_terms(inputs, *student[0])
+        loss_terms = self.logit_terms(inputs, student.masked_lm, student.next_sentence)
         if self._distill.logits:
             vocab = self.model.config.vocab_size  # without the padding
-            student_logits, teacher_logits = (x[0][0][..., :vocab] for x in (student, teacher))
+            student_logits, teacher_logits = (x.masked_lm[..., :vocab] for x in (student, teacher))
             loss_terms[LOGITS] = logit_loss(
                 student_logits, teacher_logits, masked.weights, self._distill.temperature
             )
-        is_real = rows.is_real(layout)
-        return loss_terms | self._states(student[1:], teacher[1:], layout.segment_ids, is_real)
+        return loss_terms | self._states(params, student, teacher, layout)
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add the weighted sum of the losses, and the perplexity: exp of the token loss."""
@@ -276,12 +306,6 @@ def loss_scales(distill: DistillConfig, task_loss: str) -> dict[str, float]:
         HIDDEN: distill.hidden,
         RELATIONS: distill.relations,
     }
-
-
-def teacher_hidden(config: TrainConfig, teacher: Teacher) -> int:
-    """Return the size that the student's hidden states are projected to; 0 for no projection."""
-    differs = teacher.model.hidden != config.model.hidden
-    return teacher.model.hidden if config.distill.hidden and differs else 0
 
 
 def check(distill: DistillConfig, student: ModelConfig, teacher: ModelConfig, tokens: int) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from bert_jax.config.schema import ModelConfig
 from bert_jax.data import rows
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Bert, Params
+from bert_jax.model.bert import Bert, Params, split_generator
 from bert_jax.model.layers import fold_in
 from bert_jax.objectives import masked_lm
 from bert_jax.objectives.losses import WeightedSum, binary_cross_entropy
@@ -74,20 +74,22 @@ class ReplacedTokens(MaskedLM):
     ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
         masked, layout = inputs.masked_lm.masked, inputs.masked_lm.layout
-        generated: Any = self.model.apply(
-            {"params": params}, masked.tokens, layout, masked.positions, fold_in(key, 0),
-            method=Bert.generator_logits,
+        generator, generator_params = split_generator(self.model.config, params)
+        outputs: Any = Bert(generator).apply(
+            {"params": generator_params}, masked.tokens, layout, masked.positions, fold_in(key, 0),
+            outputs=("masked_lm",),
         )  # fmt: skip
+        generated = outputs.masked_lm
         with jax.named_scope("replace"):
             logits = jax.lax.stop_gradient(generated)
             sampled = sample(logits, inputs.draws, self.model.config.vocab_size)
             tokens, is_replaced = replace(masked, sampled)
-        detected: Any = self.model.apply(
-            {"params": params}, tokens, layout, fold_in(key, 1),
-            method=Bert.replaced_token_logits,
-        )  # fmt: skip
+        outputs = self.model.apply(
+            {"params": params}, tokens, layout, key=fold_in(key, 1), outputs=("replaced_token",)
+        )
         terms = self.logit_terms(inputs.masked_lm, generated, None)
-        return terms | detection_terms(detected, is_replaced, rows.is_real(layout))
+        is_real = rows.is_real(layout)
+        return terms | detection_terms(outputs.replaced_token, is_replaced, is_real)
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add the weighted sum of the losses, and the generator's perplexity."""

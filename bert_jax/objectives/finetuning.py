@@ -25,7 +25,7 @@ from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
 from bert_jax.objectives.contrastive import Contrastive
-from bert_jax.objectives.distillation import open_teacher, teacher_hidden
+from bert_jax.objectives.distillation import open_teacher
 from bert_jax.objectives.multiple_choice import MultipleChoice
 from bert_jax.objectives.span import Span
 from bert_jax.objectives.supervised import Supervised
@@ -238,7 +238,6 @@ def model_config(
         masked_lm=False,
         next_sentence=False,
         span_boundary=False,
-        teacher_hidden=0,
         replaced_token=False,
         generator_hidden=0,
         pooler=False,
@@ -287,8 +286,6 @@ def restored(
         new.append("lstm")
     if model.lora.rank:
         new.append("adapters")
-    if model.teacher_hidden:
-        new.append("teacher_projection")
     kept_parts = ["embeddings/", "encoder/"]
     kept_parts += ["pooler/"] * model.has_pooler + ["head/"] * model.has_head_transform
     selected = {
@@ -323,8 +320,6 @@ def make_phase(
     """
     config = copy.deepcopy(config)
     teacher = open_teacher(config, vocabulary) if config.distill.teacher else None
-    if teacher:
-        config.model.teacher_hidden = teacher_hidden(config, teacher)
     examples = dataset.splits.get("train")
     if not examples:
         raise UserError("there are no training examples: set config.task.data or config.task.train")

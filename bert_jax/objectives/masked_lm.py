@@ -12,7 +12,8 @@ from bert_jax.data import rows
 from bert_jax.data.loader import Batch
 from bert_jax.model.bert import Bert, Params, init_params
 from bert_jax.model.flops import flops_per_row
-from bert_jax.model.heads import SPAN_POSITIONS
+from bert_jax.model.heads import SPAN_POSITIONS, SpanBoundary
+from bert_jax.model.layers import one_hot_gather
 from bert_jax.objectives import losses
 from bert_jax.objectives.base import Metric
 from bert_jax.objectives.losses import WeightedSum
@@ -97,21 +98,34 @@ class MaskedLM:
     ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
         masked = inputs.masked
-        args = (masked.tokens, inputs.layout, masked.positions)
-        if not self.model.config.span_boundary:
-            logits: Any = self.model.apply({"params": params}, *args, key)
-            return self.logit_terms(inputs, *logits)
-        logits = self.model.apply(
-            {"params": params}, *args, *spans(masked), key, method=Bert.with_span_boundary
+        args = (masked.tokens, inputs.layout, masked.positions, key)
+        outputs: Any = self.model.apply(
+            {"params": params}, *args, outputs=("masked_lm", "next_sentence")
         )
-        return self.logit_terms(inputs, *logits)
+        terms = self.logit_terms(inputs, outputs.masked_lm, outputs.next_sentence)
+        if self.model.config.span_boundary:
+            terms |= self._span_terms(params, outputs.hidden, masked)
+        return terms
+
+    def _span_terms(
+        self, params: Params, hidden: Float[Array, "B T D"], masked: MaskedBatch
+    ) -> dict[str, WeightedSum]:
+        left, right, offset = spans(masked)
+        logits: Any = SpanBoundary(self.model.config).apply(
+            {"params": params["span_boundary"]}, one_hot_gather(hidden, left),
+            one_hot_gather(hidden, right), offset, params["embeddings"]["word"]["embedding"],
+        )  # fmt: skip
+        args = (logits, masked.labels, _span_weights(masked))
+        return {
+            "span_boundary_loss": losses.cross_entropy(*args),
+            "span_boundary_accuracy": losses.accuracy(*args),
+        }
 
     def logit_terms(
         self,
         inputs: Inputs,
         token_logits: Float[Array, "B P V"],
         nsp_logits: Float[Array, "B S 2"] | None,
-        span_logits: Float[Array, "B P V"] | None = None,
     ) -> dict[str, WeightedSum]:
         """Return losses and metrics of the heads' logits as (sum, weight)."""
         masked = inputs.masked
@@ -130,10 +144,6 @@ class MaskedLM:
             nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
             loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
             loss_terms["next_sentence_accuracy"] = losses.accuracy(*nsp_args)
-        if span_logits is not None:
-            span_args = (span_logits, masked.labels, _span_weights(masked))
-            loss_terms["span_boundary_loss"] = losses.cross_entropy(*span_args)
-            loss_terms["span_boundary_accuracy"] = losses.accuracy(*span_args)
         real = rows.is_real(inputs.layout)
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms

@@ -43,7 +43,6 @@ _PRETRAINING_FIELDS = (
     "masked_lm",
     "next_sentence",
     "span_boundary",
-    "teacher_hidden",
     "replaced_token",
     "generator_hidden",
     "replaced_token_weight",

@@ -526,8 +526,8 @@ class Checkpoints:
         return restored[PARAMS], restored[TRAINING]
 
     def restore_params(self, step: int, params: Params) -> Params:
-        """Restore only the parameters of a step."""
-        args = ocp.args.Composite(**{PARAMS: _restore_args(params)})
+        """Restore those parameters of a step that `params` has, with its shapes and shardings."""
+        args = ocp.args.Composite(**{PARAMS: _restore_args(params, partial_restore=True)})
         with self._errors(f"restore step {step} from"):
             return self._manager.restore(step, args=args)[PARAMS]
 
@@ -575,10 +575,12 @@ class Checkpoints:
             raise UserError(f"{action}: {text[:500]}") from error
 
 
-def _restore_args(shapes: Any) -> ocp.args.PyTreeRestore:
+def _restore_args(shapes: Any, partial_restore: bool = False) -> ocp.args.PyTreeRestore:
     """Return arguments that restore a tree with the shapes and shardings of `shapes`."""
     restore_args = ocp.checkpoint_utils.construct_restore_args(shapes)
-    return ocp.args.PyTreeRestore(shapes, restore_args=restore_args)
+    return ocp.args.PyTreeRestore(
+        shapes, restore_args=restore_args, partial_restore=partial_restore
+    )
 
 
 def abstract(tree: Any, sharding: Any) -> Any:

@@ -184,6 +184,15 @@ def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, ROWS)
 
 
+def keep_rows(x: Array) -> Array:
+    """Shard hidden states [B T D] by rows alone over the current mesh (`jax.set_mesh`), if there is one.
+
+    Else the compiler may move activations, which are larger, instead of the parameters of a layer.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty or mesh.size == 1 else jax.lax.with_sharding_constraint(x, ROWS)
+
+
 def shard_attention(attend: Callable[..., Array]) -> Callable[..., Array]:
     """Shard an attention kernel, which the compiler cannot partition, over rows and heads.
 

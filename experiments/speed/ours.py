@@ -493,7 +493,7 @@ def mup(hidden: int, base: int) -> Turn:
     @jax.jit
     def step(params, state, tokens, labels):
         def loss(params):
-            logits = bert.apply({"params": params}, tokens, layout, positions)[0]
+            logits = bert.apply({"params": params}, tokens, layout, positions).masked_lm
             return losses.cross_entropy(logits, labels, jnp.ones(labels.shape))[0] / labels.size
 
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
@@ -501,8 +501,8 @@ def mup(hidden: int, base: int) -> Turn:
 
     @jax.jit
     def activations(params, tokens):
-        states = bert.apply({"params": params}, tokens, layout, method="hidden_states")
-        return *states, bert.apply({"params": params}, tokens, layout, positions)[0]
+        outputs = bert.apply({"params": params}, tokens, layout, positions)
+        return *outputs.states, outputs.masked_lm
 
     def turn():
         seed = next(seeds)

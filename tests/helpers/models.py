@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from flax import linen as nn
 from flax import traverse_util
 
 from bert_jax.config.schema import ModelConfig
@@ -105,7 +106,7 @@ def shapes(config):
     def init():
         return Bert(config).init(jax.random.key(0), batch.tokens, batch.layout, batch.positions)
 
-    return jax.eval_shape(init)["params"]
+    return nn.meta.unbox(jax.eval_shape(init)["params"])
 
 
 def random_params(config, rng):
@@ -130,9 +131,10 @@ def loss_of(config):
     """Return a function (params, batch, key) -> (sum of both mean losses, both heads' logits)."""
 
     def loss(params, batch, key=None):
-        words, following = Bert(config).apply(
+        outputs = Bert(config).apply(
             {"params": params}, batch.tokens, batch.layout, batch.positions, key
         )
+        words, following = outputs.masked_lm, outputs.next_sentence
         total, weight = losses.cross_entropy(words, batch.labels, batch.weights)
         value = total / weight
         if following is not None:
