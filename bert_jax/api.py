@@ -156,7 +156,11 @@ class Model:
         def apply(params, tokens, layout, key) -> Output:
             outputs: Any = model.apply({"params": params}, tokens, layout, key=key)
             values = {name: getattr(outputs, name) for name in Output._fields}
-            for name in ("pooled", "next_sentence", *["head"] * HEADS[model.config.head].pooled):
+            for name in (
+                "pooled",
+                "next_sentence",
+                *["head"] * HEADS[model.config.head.kind].pooled,
+            ):
                 if values[name] is not None:
                     values[name] = values[name][:, 0]  # one sequence per row
             return Output(**values)

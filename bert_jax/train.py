@@ -93,7 +93,7 @@ def train(
     check_devices(config, phases, mesh)
     metric = phases[0].objective.best_metric
     init, shapes = initial_state(config, phases[0], mesh)
-    texts = [text for text in getattr(config, "sample_texts", "").split("|") if text.strip()]
+    texts = getattr(config, "sample_texts", ())
     sampler = MaskProbe(config.model, vocabulary, texts, mesh) if texts else None
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(open_session(folder, config, vocabulary, data, metric, force))

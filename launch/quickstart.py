@@ -244,7 +244,7 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
     config = ["--config", f"{CONFIGS}:teaching"]
     data = [word for out in rows for word in ("--rows", out)]
     # The report shows how their masks are filled while the model learns.
-    texts = f"--config.sample_texts={'|'.join(MASKED)}"
+    texts = f"--config.sample_texts={MASKED}"
     run("pretrain", *config, f"--config.steps={steps}", texts, *data, "--workdir", model)
 
     stage(5, "Held-out loss, and five masked sentences")

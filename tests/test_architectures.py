@@ -42,25 +42,25 @@ from tests.helpers.models import (
     torch_bert,
 )
 
-PRE = {"norm_position": "pre", "final_norm": True, "next_sentence": False, "segments": 0}
+PRE = {"norm.position": "pre", "norm.final": True, "next_sentence": False, "segments": 0}
 MODERN = PRE | {
-    "norm": "layer_norm_no_bias",
+    "norm.kind": "layer_norm_no_bias",
     "position_kind": "rope",
     "rope_theta": 500.0,
-    "local_rope_theta": 50.0,
-    "local_window": 8,
+    "local.rope_theta": 50.0,
+    "local.window": 8,
     "gated_feed_forward": True,
     "bias": False,
-    "layer_norm_epsilon": 1e-5,
+    "norm.epsilon": 1e-5,
 }
 LLAMA = PRE | {
-    "norm": "rms_norm",
+    "norm.kind": "rms_norm",
     "position_kind": "rope",
     "gated_feed_forward": True,
     "activation": "silu",
     "bias": False,
-    "qk_norm": True,
-    "embedding_norm": False,
+    "norm.qk": True,
+    "norm.embeddings": False,
     "transform": False,
     "tied_decoder": False,
     "decoder_bias": False,
@@ -94,7 +94,7 @@ def qwen3(config, params):
             head_dim=config.hidden // config.heads,
             intermediate_size=config.feed_forward,
             max_position_embeddings=config.positions,
-            rms_norm_eps=config.layer_norm_epsilon,
+            rms_norm_eps=config.norm.epsilon,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=False,
             attn_implementation="eager",
@@ -132,7 +132,7 @@ def mpt(config, params):
             n_heads=config.heads,
             expansion_ratio=config.feed_forward // config.hidden,
             max_seq_len=config.positions,
-            layer_norm_epsilon=config.layer_norm_epsilon,
+            layer_norm_epsilon=config.norm.epsilon,
         )
     )
     tensors = {
@@ -158,13 +158,13 @@ def mpt(config, params):
     ("build", "changes"),
     [
         (bert_decoder, {"next_sentence": False}),
-        (qwen3, LLAMA | {"rope_theta": 100.0, "layer_norm_epsilon": 0.01}),
+        (qwen3, LLAMA | {"rope_theta": 100.0, "norm.epsilon": 0.01}),
         (
             mpt,
             PRE
-            | {"norm": "layer_norm_no_bias", "position_kind": "alibi", "bias": False}
-            | {"embedding_norm": False, "transform": False, "decoder_bias": False}
-            | {"layer_norm_epsilon": 0.01, "heads": 6, "hidden": 48, "feed_forward": 192},
+            | {"norm.kind": "layer_norm_no_bias", "position_kind": "alibi", "bias": False}
+            | {"norm.embeddings": False, "transform": False, "decoder_bias": False}
+            | {"norm.epsilon": 0.01, "heads": 6, "hidden": 48, "feed_forward": 192},
         ),
     ],
 )
@@ -202,7 +202,7 @@ def test_causal_model_matches_transformers(build, changes):
 
 @pytest.mark.parametrize(("local_theta", "expected"), [(0.0, 500.0), (50.0, 50.0)])
 def test_local_layers_rotate_by_their_theta_or_that_of_global_layers(local_theta, expected):
-    config = make_config(**MODERN | {"local_rope_theta": local_theta})
+    config = make_config(**MODERN | {"local.rope_theta": local_theta})
     lengths = jnp.array([[9]])
     _, (_, rotation) = encoder.attention_context(config, rows.layout(lengths, lengths, 9))
     # The second pair of features of a head of 8 rotates by theta ** -1/4 for each position.
@@ -364,14 +364,14 @@ def test_modernbert_sizes_match_transformers(name, layers):
     config = model_size(name)
     kinds = ["sliding_attention" if config.is_local(i) else "full_attention" for i in range(layers)]
     assert kinds == theirs.layer_types
-    assert (config.local_window, config.positions) == (
+    assert (config.local.window, config.positions) == (
         theirs.local_attention, theirs.max_position_embeddings,
     )  # fmt: skip
     theta = {name: kind["rope_theta"] for name, kind in theirs.rope_parameters.items()}
     assert theta == {
-        "full_attention": config.rope_theta, "sliding_attention": config.local_rope_theta,
+        "full_attention": config.rope_theta, "sliding_attention": config.local.rope_theta,
     }  # fmt: skip
-    assert config.layer_norm_epsilon == theirs.norm_eps
+    assert config.norm.epsilon == theirs.norm_eps
     config = dataclasses.replace(config, vocab_size=theirs.vocab_size)
     with torch.device("meta"):
         model = transformers.ModernBertForMaskedLM(theirs)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax.config.schema import Config, MeshConfig, ModelConfig, PhaseConfig
+from bert_jax.config.schema import Config, MeshConfig, ModelConfig, PhaseConfig, with_fields
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
-from bert_jax.model import bert
+from bert_jax.model import encoder
 from bert_jax.model.attention import KERNELS, attention, attention_line, check, choose
 from bert_jax.objectives import pretraining
 from bert_jax.runs.checkpoint import abstract
@@ -137,7 +137,7 @@ def test_step_with_splash_on_a_mesh_matches_xla(rows, monkeypatch):
         traced.add((args[-1], *jax.sharding.get_abstract_mesh().shape.values()))
         return attention(*args, interpret=True, **options)
 
-    monkeypatch.setattr(bert, "attention", watched)
+    monkeypatch.setattr(encoder, "attention", watched)
     results = []
     for name, sizes in (("xla", (1, 1, 1)), ("splash", (1, 2, 2))):
         config, phase = small_run(rows, attention=name)
@@ -203,7 +203,7 @@ def test_sharded_step_compiles_for_tpu(rows):
 
 def run_config(deterministic=False, **changes):
     values = {"attention_dropout": 0.0, "dtype": "bfloat16", **changes}
-    return Config(model=ModelConfig(**values), deterministic=deterministic)
+    return Config(model=with_fields(ModelConfig(), values), deterministic=deterministic)
 
 
 def refusal(platform, tensor=1, **changes):
@@ -212,7 +212,7 @@ def refusal(platform, tensor=1, **changes):
     return str(error.value)
 
 
-WINDOW = {"local_window": 128, "position_kind": "rope"}
+WINDOW = {"local.window": 128, "position_kind": "rope"}
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -232,7 +232,7 @@ def test_unsupported_kernel_settings_are_rejected(name):
         ({"hidden": 12 * 8}, ("cudnn", "splash"), "model.hidden / heads"),
         ({"hidden": 12 * 136}, ("splash",), "model.hidden / heads"),
         ({"hidden": 12 * 20}, ("splash",), "model.hidden / heads"),
-        (WINDOW, ("cudnn", "splash"), "model.local_window"),
+        (WINDOW, ("cudnn", "splash"), "model.local.window"),
         ({"dtype": "float32"}, ("splash",), "model.dtype"),
         ({"deterministic": True}, ("pallas", "splash"), "config.deterministic"),
     ):
@@ -262,7 +262,7 @@ def test_auto_is_not_cudnn_when_jax_started_with_deterministic_kernels(monkeypat
         ("gpu", {"attention_dropout": 0.1}, "xla", "config.model.attention_dropout is 0.1"),
         ("gpu", {"dtype": "float32"}, "xla", "config.model.dtype is 'float32'"),
         ("tpu", {"hidden": 520, "heads": 2}, "xla", "heads is 260"),
-        ("tpu", {"local_window": 128}, "splash", "TPU"),
+        ("tpu", {"local.window": 128}, "splash", "TPU"),
         ("gpu", {"position_kind": "alibi"}, "xla", "config.model.position_kind is 'alibi'"),
         ("tpu", {"attention": "xla"}, "xla", "as configured"),
         ("gpu", {"attention": "pallas"}, "pallas", "as configured"),

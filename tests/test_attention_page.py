@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import dataclasses
 import io
 
 import jax
@@ -14,7 +13,7 @@ import torch
 import transformers
 
 from bert_jax import cli
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.schema import ModelConfig, with_fields
 from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import SPECIAL
 from bert_jax.errors import UserError
@@ -106,13 +105,13 @@ def test_weights_times_values_equal_attention_output(causal):
     [
         {"causal": True, "next_sentence": False},
         {"attention": "splash", "layer_loop": "scanned", "remat": "full"},
-        {"segments": 0, "final_norm": True, "next_sentence": False, "masked_lm": False},
+        {"segments": 0, "norm.final": True, "next_sentence": False, "masked_lm": False},
         {"segments": 1, "dtype": "bfloat16"},
     ],
     ids=["causal", "kernel", "no segments", "one segment"],
 )
 def test_attention_maps_of_model_variants(tmp_path, changes):
-    run = write_run(tmp_path / "run", dataclasses.replace(MODEL, **changes))
+    run = write_run(tmp_path / "run", with_fields(MODEL, changes))
     result = AttentionMapper(open_model(str(run)))(TEXT, TEXT_B)
     assert result.segments.sum() == len(result.tokens) - 7
     weights = result.probabilities

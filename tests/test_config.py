@@ -12,6 +12,7 @@ from bert_jax.config.checks import validate
 from bert_jax.config.schema import (
     Config,
     FinetuneConfig,
+    HeadConfig,
     MeshConfig,
     ModelConfig,
     PhaseConfig,
@@ -56,11 +57,11 @@ def changed(config, settings):
         ("model.dtype", "float16"),
         ("model.layers", 0),
         ("model.heads", 10),  # no divisor of 768
-        ("model.local_window", 1),
+        ("model.local.window", 1),
         ("model.remat", "some"),
         ("model.layer_loop", "while"),
-        *(("model.lstm_layers", value) for value in (-1, 2)),
-        *(("model.features", value) for value in ("first", "last")),
+        *(("model.head.lstm_layers", value) for value in (-1, 2)),
+        *(("model.head.features", value) for value in ("first", "last")),
         ("optim.optimizer", "sgd"),
         *(("optim.learning_rate", value) for value in (0.0, float("inf"))),
         ("optim.beta2", 1.0),
@@ -85,8 +86,11 @@ CAUSAL = {"model.causal": True, "model.next_sentence": False}
         ({"model.causal": True}, "model.next_sentence is True"),
         ({**CAUSAL, "masking.whole_word": True}, "masking.whole_word is True"),
         ({"model.span_boundary": True, "model.embedding_size": 128}, "model.embedding_size is 128"),
-        ({"model.base_hidden": 256, "model.embedding_size": 128}, "model.embedding_size is 128"),
-        ({"model.base_hidden": 256, "model.transform": False}, "model.transform is False"),
+        (
+            {"model.mup.base_hidden": 256, "model.embedding_size": 128},
+            "model.embedding_size is 128",
+        ),
+        ({"model.mup.base_hidden": 256, "model.transform": False}, "model.transform is False"),
         (
             {"model.embedding_size": 128, "model.transform": False, "model.tied_decoder": False},
             "model.transform is False",
@@ -146,14 +150,14 @@ def test_bad_argument_error_names_the_key(argument, key):
     [
         ("table.py", ["optim.warmup_steps=5"], "config.warmup_fraction"),
         ("table.py", ["model.vocab_size=5"], "the vocabulary"),
-        ("table.py", ["model.head=token"], "config.task"),
-        ("table.py", ["model.labels=('a','b')"], "config.task"),
+        ("table.py", ["model.head.kind=token"], "config.task"),
+        ("table.py", ["model.head.labels=('a','b')"], "config.task"),
         ("squad.py:3", [], "config.task.name is 'squad3'"),
         ("swag.py:sst2", [], "config.task.name is 'sst2'"),
         ("table.py", ["task.tokens=7"], "config.task.tokens is 7"),
         ("table.py", ["frozen_layers=-1"], "config.frozen_layers is -1"),
-        ("table.py", ["model.head_layer=transform", "model.features=last"], "head_layer"),
-        ("table.py", ["model.head_layer=transform", "model.lstm_layers=1"], "head_layer"),
+        ("table.py", ["model.head.layer=transform", "model.head.features=last"], "head.layer"),
+        ("table.py", ["model.head.layer=transform", "model.head.lstm_layers=1"], "head.layer"),
     ],
 )
 def test_finetune_rejects_derived_and_invalid_settings(file, arguments, key):
@@ -166,22 +170,22 @@ def test_finetune_rejects_derived_and_invalid_settings(file, arguments, key):
 )
 def test_frozen_features_reject_encoder_training_settings(key, value):
     validate(changed(FinetuneConfig(), {key: value}))
-    frozen = changed(FinetuneConfig(), {"model.features": "weighted-last4"})
+    frozen = changed(FinetuneConfig(), {"model.head.features": "weighted-last4"})
     validate(frozen)
     assert f"config.{key} is {value}" in refusal(validate, changed(frozen, {key: value}))
 
 
 def test_features_need_as_many_layers():
-    model = ModelConfig(features="last4", layers=3, head="sequence", labels=("a", "b"))
+    model = ModelConfig(layers=3, head=HeadConfig("sequence", ("a", "b"), features="last4"))
     message = refusal(validate, FinetuneConfig(model=model))
-    assert "config.model.features is 'last4'" in message
+    assert "config.model.head.features is 'last4'" in message
 
 
 def test_model_limits_are_checked_once_the_model_is_known():
     """A large checkpoint has more layers than the default model, so the check must wait for it."""
     changes = dict(frozen_layers=20, task=TaskConfig(tokens=1024))
     validate(FinetuneConfig(**changes))
-    large = ModelConfig(layers=24, positions=1024, head="sequence", labels=("a", "b"))
+    large = ModelConfig(layers=24, positions=1024, head=HeadConfig("sequence", ("a", "b")))
     validate(FinetuneConfig(model=large, reset_layers=4, **changes))
     message = refusal(validate, FinetuneConfig(model=large, reset_layers=5, **changes))
     assert "config.reset_layers is 5: it must be at most 4" in message

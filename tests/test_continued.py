@@ -12,7 +12,7 @@ import torch
 
 import bert_jax
 from bert_jax import api, cli
-from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
+from bert_jax.config.schema import Config, HeadConfig, ModelConfig, PhaseConfig
 from bert_jax.convert import source
 from bert_jax.data import prepare, wordpiece
 from bert_jax.data.rows import read_manifest
@@ -59,7 +59,7 @@ def test_encoder_and_heads_are_copied_from_the_source(tmp_path, name, new, left_
     theirs = source.read(folder)
     changed, start = open_start(config(dropout=0.3, dtype="bfloat16", vocab_multiple=8), folder)
     expected = dataclasses.replace(
-        theirs.config.model, masked_lm=True, next_sentence=True, pooler=False, head="", labels=(),
+        theirs.config.model, masked_lm=True, next_sentence=True, pooler=False, head=HeadConfig(),
         dropout=0.3, dtype="bfloat16", vocab_multiple=8,
     )  # fmt: skip
     assert changed.model == expected

@@ -156,7 +156,7 @@ def test_gradient_accumulation_is_rejected():
     [
         "embed.pooling=none",
         "embed.layers=last4",
-        "model.features=last",
+        "model.head.features=last",
         "model.dropout=0",
         "task.name=rte",
         "task.similarity=('a',)",

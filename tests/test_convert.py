@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from bert_jax import cli
-from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
+from bert_jax.config.schema import Config, ModelConfig, PhaseConfig, with_fields
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import huggingface, source, tensorflow1
 from bert_jax.convert.export import _write_safetensors, export
@@ -206,7 +206,7 @@ def test_google_finetuned_heads_are_recognized(monkeypatch, names, head, labels)
     original = tensorflow1.read
     monkeypatch.setattr(tensorflow1, "read", read)
     imported = source.read(str(TF1 / "bert_model.ckpt"))
-    assert (imported.config.model.head, imported.config.model.labels) == (head, labels)
+    assert (imported.config.model.head.kind, imported.config.model.head.labels) == (head, labels)
     np.testing.assert_array_equal(imported.params["classifier"]["kernel"], np.ones((8, 2)))
 
 
@@ -225,7 +225,7 @@ SHAPES = st.fixed_dictionaries(
 PARTS = st.fixed_dictionaries(
     {
         "masked_lm": st.booleans(), "next_sentence": st.booleans(), "pooler": st.booleans(),
-        "head": st.sampled_from(["", "sequence", "choice", "token", "span"]), "causal": st.booleans(),
+        "head.kind": st.sampled_from(["", "sequence", "choice", "token", "span"]), "causal": st.booleans(),
     }
 )  # fmt: skip
 HEAD_LABELS = {
@@ -253,14 +253,15 @@ def test_export_then_import_is_bitwise_identical(tmp_path_factory, shape, multip
     if parts["causal"]:  # transformers' sequence-level heads read another token
         without = {"sequence": "token", "choice": "span"}
         parts |= {"next_sentence": False, "pooler": False}
-        parts["head"] = without.get(parts["head"], parts["head"])
-    config = ModelConfig(
-        **shape, **parts, hidden=size * shape["heads"], vocab_multiple=multiple,
-        labels=HEAD_LABELS[parts["head"]],
-    )  # fmt: skip
+        parts["head.kind"] = without.get(parts["head.kind"], parts["head.kind"])
+    changes = {
+        **shape, **parts, "hidden": size * shape["heads"], "vocab_multiple": multiple,
+        "head.labels": HEAD_LABELS[parts["head.kind"]],
+    }  # fmt: skip
+    config = with_fields(ModelConfig(), changes)
     # `pooler` is stored in the config only if no other part implies it.
     config.pooler = config.pooler and not (
-        config.next_sentence or config.head in ("sequence", "choice")
+        config.next_sentence or config.head.kind in ("sequence", "choice")
     )
     params = random_params(config)
     folder = tmp_path_factory.mktemp("trip")
@@ -278,7 +279,7 @@ def test_export_then_import_is_bitwise_identical(tmp_path_factory, shape, multip
             expected[path] = expected[path][:, :vocab]
     assert_same(back.params, traverse_util.unflatten_dict(expected, sep="/"))
     assert exported["is_decoder"] == config.causal
-    if config.masked_lm or config.has_pooler or config.head:
+    if config.masked_lm or config.has_pooler or config.head.kind:
         cls = getattr(transformers, exported["architectures"][0])
         _, info = cls.from_pretrained(folder / "out", output_loading_info=True)
         assert not info["missing_keys"]
@@ -387,7 +388,7 @@ def test_problem_type_of_a_classifier_round_trips(tmp_path, problem_type):
         theirs = transformers.AutoConfig.from_pretrained(tmp_path / f"from_{name}")
         assert theirs.problem_type == problem_type
     config = Config(phases=(PhaseConfig(tokens=16),))
-    assert warm_start.open_start(config, str(tmp_path / "in"))[0].model.problem_type == ""
+    assert warm_start.open_start(config, str(tmp_path / "in"))[0].model.head.problem_type == ""
 
 
 def test_causal_model_exports_as_a_decoder(tmp_path):

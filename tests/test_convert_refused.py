@@ -51,7 +51,7 @@ def edit(folder, **changes):
         ({"hidden_size": -12}, "hidden_size"),
         ({"intermediate_size": 21}, "intermediate.dense.weight"),
         ({"vocab_size": 27}, "word_embeddings.weight"),
-        ({"layer_norm_eps": float("nan")}, "layer_norm_epsilon"),
+        ({"layer_norm_eps": float("nan")}, "norm.epsilon"),
         ({"hidden_dropout_prob": 2.0}, "dropout"),
     ],
 )
@@ -255,32 +255,37 @@ def test_failed_conversion_leaves_and_overwrites_no_files(hf_folder, run_folder,
     assert not again.exists()
 
 
-CLASSIFIER = {"masked_lm": False, "next_sentence": False, "head": "sequence", "labels": ("a", "b")}
+CLASSIFIER = {
+    "masked_lm": False,
+    "next_sentence": False,
+    "head.kind": "sequence",
+    "head.labels": ("a", "b"),
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"final_norm": True}, "final_norm"),
+        ({"norm.final": True}, "norm.final"),
         ({"position_kind": "rope"}, "position_kind"),
-        ({"norm_position": "pre"}, "norm_position"),
+        ({"norm.position": "pre"}, "norm.position"),
         ({"decoder_bias": False}, "decoder_bias"),
         ({"transform": False}, "transform"),
         ({"segments": 0}, "segments"),
         ({"embedding_size": 4}, "embedding_size"),
         ({"pooler_activation": "relu"}, "pooler_activation"),
-        ({"replaced_token": True}, "replaced_token"),
+        ({"electra.replaced_token": True}, "electra.replaced_token"),
         ({"family": "roberta"}, "next_sentence"),
         ({"family": "distilbert", "next_sentence": False}, "segments"),
         ({"family": "electra", "next_sentence": False, "activation": "relu"}, "activation"),
-        (CLASSIFIER | {"lstm_layers": 1}, "lstm_layers"),
-        (CLASSIFIER | {"features": "last"}, "features"),
+        (CLASSIFIER | {"head.lstm_layers": 1}, "head.lstm_layers"),
+        (CLASSIFIER | {"head.features": "last"}, "head.features"),
         (CLASSIFIER | {"causal": True}, "causal"),
     ],
 )
 def test_config_without_transformers_equivalent_is_not_exported(tmp_path, changes, key):
     run = small_run(tmp_path / "run", **changes)
     assert f"config.model.{key} is" in export_refusal(run, tmp_path / "out")
-    if "head" in changes:  # the encoder can be exported
+    if "head.kind" in changes:  # the encoder can be exported
         export(str(run), tmp_path / "out", heads="none")
         assert source.read(str(tmp_path / "out")).params.keys() == {"embeddings", "encoder"}

@@ -14,14 +14,21 @@ import transformers
 
 from bert_jax import cli
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import Config, MaskingConfig, MeshConfig, ModelConfig
+from bert_jax.config.schema import (
+    Config,
+    ElectraConfig,
+    MaskingConfig,
+    MeshConfig,
+    ModelConfig,
+    with_fields,
+)
 from bert_jax.config.sizes import model_size
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.inference.fill_mask import MaskProbe
-from bert_jax.model import bert
+from bert_jax.model import embeddings, encoder
 from bert_jax.model.bert import flatten, shapes, split_generator
 from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.objectives import electra
@@ -34,8 +41,9 @@ VOCAB, T = 40, 16
 PAD = SPECIAL.index("[PAD]")
 MODEL = ModelConfig(
     **{k: getattr(model_size("electra-small"), k) for k in ("family", "masked_lm", "next_sentence")},
-    replaced_token=True, layers=2, hidden=16, heads=4, feed_forward=24, embedding_size=12,
-    generator_hidden=8, vocab_size=VOCAB, positions=T, dropout=0.0, attention_dropout=0.0,
+    layers=2, hidden=16, heads=4, feed_forward=24, embedding_size=12,
+    vocab_size=VOCAB, positions=T, dropout=0.0, attention_dropout=0.0,
+    electra=ElectraConfig(replaced_token=True, generator_hidden=8),
 )  # fmt: skip
 
 
@@ -116,7 +124,7 @@ def test_losses_and_gradients_match_transformers(tmp_path, batch):
     grads = jax.jit(jax.grad(lambda p: weighted(objective, p, inputs, both)))(params)
     own = {k: v for k, v in grads.items() if k != "generator"}
     sides = (
-        (discriminator, dataclasses.replace(MODEL, generator_hidden=0), own),
+        (discriminator, with_fields(MODEL, {"electra.generator_hidden": 0}), own),
         (generator, *split_generator(MODEL, grads)),
     )
     for theirs, config, ours in sides:
@@ -156,7 +164,8 @@ def test_every_dropout_uses_a_different_key(monkeypatch, batch):
 
     objective = make_objective(dataclasses.replace(MODEL, dropout=0.1))
     params = random_params(MODEL)
-    monkeypatch.setattr(bert, "dropout", recorded)
+    for module in (embeddings, encoder):
+        monkeypatch.setattr(module, "dropout", recorded)
     jax.jit(objective.loss_terms)(params, batch[2], jax.random.key(0))
     jax.effects_barrier()
     # In each model on the embeddings and, in both layers, on attention's output and feed-forward.
@@ -211,13 +220,13 @@ def test_model_sizes_match_the_paper():
     ):
         model = dataclasses.replace(model_size(size), vocab_size=30_522)
         assert {k: getattr(model.generator(), k) for k in generator} == generator
-        alone = dataclasses.replace(model, generator_hidden=0)
+        alone = with_fields(model, {"electra.generator_hidden": 0})
         count = sum(int(np.prod(x.shape)) for x in flatten(shapes(alone)).values())
         assert count / 1e6 == pytest.approx(millions, rel=0.005)
 
 
 def test_flops_and_parameter_count_include_the_generator():
-    alone = dataclasses.replace(MODEL, generator_hidden=0)
+    alone = with_fields(MODEL, {"electra.generator_hidden": 0})
     config = MODEL.generator()
     both = flops_per_row(MODEL, T, 1, 4)
     assert both == flops_per_row(alone, T, 1, 4) + flops_per_row(config, T, 1, 4)
@@ -231,19 +240,19 @@ def test_flops_and_parameter_count_include_the_generator():
     [
         ({"masked_lm": True}, "masked_lm"),
         ({"transform": False}, "transform"),
-        ({"replaced_token": False}, "replaced_token"),
+        ({"electra.replaced_token": False}, "electra.replaced_token"),
     ],
 )
 def test_inconsistent_model_config_is_rejected(changes, key):
-    config = Config(model=dataclasses.replace(MODEL, **changes))
+    config = Config(model=with_fields(MODEL, changes))
     assert f"model.{key} is" in error_of(validate, config)
 
 
 def test_unsupported_pretraining_settings_are_rejected():
-    model = dataclasses.replace(MODEL, generator_hidden=0, masked_lm=True)
+    model = with_fields(MODEL, {"electra.generator_hidden": 0, "masked_lm": True})
     validate(Config(model=model))  # as a discriminator that is imported
     assert "replaced_token" in error_of(make_phases, Config(model=model))
-    model = dataclasses.replace(MODEL, generator_hidden=10)
+    model = with_fields(MODEL, {"electra.generator_hidden": 10})
     assert "generator_hidden" in error_of(make_objective, model)
     vocabulary, mesh = Vocabulary((*SPECIAL, "a"), True), sharding.make_mesh(MeshConfig())
     assert "sample_texts" in error_of(MaskProbe, MODEL, vocabulary, ["a [MASK]"], mesh)
@@ -273,7 +282,7 @@ def test_pretrained_model_learns_finetunes_and_exports(tmp_path, capsys):
     pretrain = "pretrain --config electra-small,16 --rows @rows --workdir "
     settings = (
         "model.layers=2", "model.hidden=32", "model.heads=2", "model.feed_forward=64",
-        "model.embedding_size=16", "model.generator_hidden=16", "model.positions=16",
+        "model.embedding_size=16", "model.electra.generator_hidden=16", "model.positions=16",
         "batch_size=32", "accumulation=2", "masking.rate=0.3", "optim.learning_rate=3e-3",
         "optim.warmup_steps=20", "evaluate_every_steps=50", "checkpoint.every_steps=100",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from bert_jax import train
 from bert_jax.config.flags import load
-from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
+from bert_jax.config.schema import Config, FinetuneConfig, HeadConfig, TaskConfig
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import source
 from bert_jax.convert.export import export
@@ -317,15 +317,15 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
         got = {"last_hidden_state": outputs.hidden}
         if config.model.has_pooler:
             got = {"pooler_output": outputs.pooled}
-    elif config.model.replaced_token:
+    elif config.model.electra.replaced_token:
         got = {"logits": outputs.replaced_token}
-    elif config.model.head:
+    elif config.model.head.kind:
         logits = outputs.head
         got = {"logits": logits}
         if rest == "ForQuestionAnswering":
             got = {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
         if rest.endswith("Classification"):
-            assert config.model.labels == ("no", "maybe", "yes")
+            assert config.model.head.labels == ("no", "maybe", "yes")
     else:
         words, following = outputs.masked_lm, outputs.next_sentence
         got = {"logits": following if words is None else words}
@@ -395,7 +395,7 @@ def test_allow_missing_as_advised_imports_without_the_named_head(
     (tmp_path / "config.json").write_text(saved)
     assert " ".join(f"--allow-missing {part}" for part in missing) in refusal(tmp_path)
     imported = source.read(str(tmp_path), allow_missing=missing)
-    assert imported.config.model.head == head
+    assert imported.config.model.head.kind == head
     assert imported.params.keys() == {"embeddings", "encoder", *(["classifier"] if head else [])}
 
 
@@ -500,7 +500,7 @@ def test_two_segments_are_refused_if_the_tokenizer_has_no_token_types(
 ):
     vocab = vocabulary.load(tokenizers / "xlm-roberta")
     model = small_config(
-        vocab_size=len(vocab), next_sentence=False, head="sequence", labels=("a", "b")
+        vocab_size=len(vocab), next_sentence=False, head=HeadConfig("sequence", ("a", "b"))
     )
     opened = source.OpenModel(Config(model=model), vocab, random_params(model), 0)
     monkeypatch.setattr(export_lib, "open_model", lambda *_: opened)

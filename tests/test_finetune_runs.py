@@ -127,12 +127,12 @@ def test_sigterm_after_last_step_stops_before_next_seed(data, tmp_path, monkeypa
 def test_settings_of_the_command_line_count_at_their_defaults(data, tmp_path, monkeypatch):
     finetune = mock.Mock(side_effect=UserError("stop"))
     monkeypatch.setattr(train_lib, "finetune", finetune)
-    argv = arguments(data, tmp_path / "run", "model.head_pooling=cls")
+    argv = arguments(data, tmp_path / "run", "model.head.pooling=cls")
     assert cli.main(argv) == cli.EXIT_USER_ERROR
-    assert "model.head_pooling" in finetune.call_args.kwargs["keys"]
+    assert "model.head.pooling" in finetune.call_args.kwargs["keys"]
     with pytest.raises(UserError, match="stop"):
-        api.finetune("table", "none", tmp_path / "run", changes={"model.head_pooling": "cls"})
-    assert list(finetune.call_args.kwargs["keys"]) == ["model.head_pooling"]
+        api.finetune("table", "none", tmp_path / "run", changes={"model.head.pooling": "cls"})
+    assert list(finetune.call_args.kwargs["keys"]) == ["model.head.pooling"]
 
 
 def test_objective_of_a_glue_task_is_recorded(data, tmp_path, monkeypatch):
@@ -209,8 +209,8 @@ def test_hugging_face_export_preserves_labels(run, tmp_path):
 def test_feature_based_training_freezes_the_encoder(run, data, tmp_path, capsys):
     """Two seeds from one checkpoint compile the step once."""
     changes = (
-        "model.features=weighted-all",
-        "model.lstm_layers=2",
+        "model.head.features=weighted-all",
+        "model.head.lstm_layers=2",
         "epochs=1",
         "optim.weight_decay=0.5",
     )
@@ -238,7 +238,7 @@ def test_feature_based_training_freezes_the_encoder(run, data, tmp_path, capsys)
     before, out = metrics(folder), tmp_path / "out"
     assert cli.main(["evaluate", "--workdir", str(folder), "--json"]) == 0
     assert metrics(folder) == before
-    assert "config.model.lstm_layers" in refused(
+    assert "config.model.head.lstm_layers" in refused(
         capsys, "export", "--workdir", folder, "--out", out
     )
     assert cli.main(["export", "--workdir", str(folder), "--out", str(out), "--heads", "none"]) == 0
@@ -259,7 +259,7 @@ def test_each_seed_matches_a_single_seed_run(data, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("model.lstm_layers=1", "model.causal=true")])
+@pytest.mark.parametrize("more", [(), ("model.head.lstm_layers=1", "model.causal=true")])
 def test_mesh_layouts_give_the_same_losses(data, tmp_path, more):
     """Compare data parallelism on eight devices with data + FSDP + tensor parallelism."""
     layouts = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from bert_jax.config.schema import (
     FEATURES,
     Config,
     FinetuneConfig,
+    HeadConfig,
     ModelConfig,
     OptimConfig,
     TaskConfig,
@@ -25,7 +27,7 @@ from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.errors import UserError
 from bert_jax.inference.predict import _statistics, over_seeds
-from bert_jax.model import bert
+from bert_jax.model import bert, embeddings, encoder
 from bert_jax.model.bert import Bert, init_params, shapes
 from bert_jax.model.dropout import generator_key
 from bert_jax.model.lstm import BiLSTM
@@ -87,9 +89,9 @@ def updates(config, params, grads):
 # Options for the input of a head, each with one kind of head.
 ABOVE = [
     ("sequence", {"causal": True}),
-    ("choice", {"causal": True, "lstm_layers": 1}),
-    ("token", {"lstm_layers": 2, "features": "weighted-all"}),
-    ("choice", {"features": "last4", "layers": 4}),
+    ("choice", {"causal": True, "head.lstm_layers": 1}),
+    ("token", {"head.lstm_layers": 2, "head.features": "weighted-all"}),
+    ("choice", {"head.features": "last4", "layers": 4}),
 ]
 
 
@@ -295,24 +297,24 @@ def test_encoder_and_pooler_are_restored_without_heads():
     taken, new = finetuning.restored(config, start, params)
     assert new == ["classifier"]
     assert "pooler" not in taken
-    bare = dataclasses.replace(start, next_sentence=False, head="", labels=())
+    bare = dataclasses.replace(start, next_sentence=False, head=HeadConfig())
     config = FinetuneConfig(model=model_config(SEQUENCE))
     assert finetuning.restored(config, bare, params)[1] == ["classifier", "pooler"]
 
 
 def test_head_transform_is_initialized_from_the_masked_lm():
-    start = model_config(SEQUENCE, masked_lm=True, head="", labels=())
+    start = model_config(SEQUENCE, masked_lm=True, head=HeadConfig())
     params = random_params(start)
-    transform = ModelConfig(head_layer="transform", head_pooling="mean")
+    transform = ModelConfig(head=HeadConfig(layer="transform", pooling="mean"))
     model = finetuning.model_config(FinetuneConfig(model=transform), start, SEQUENCE)
-    assert (model.head_layer, model.head_pooling) == ("transform", "mean")
+    assert (model.head.layer, model.head.pooling) == ("transform", "mean")
     taken, new = finetuning.restored(FinetuneConfig(model=model), start, params)
     assert new == ["classifier"]
     assert taken["head"] == {name: params["masked_lm"][name] for name in ("transform", "norm")}
     assert {*shapes(model)} - {*taken} == {"classifier"}
     # The checkpoint's head layer is kept unless the config sets another.
     kept = finetuning.model_config(FinetuneConfig(), model, TOKEN)
-    assert kept.head_layer == "transform"
+    assert kept.head.layer == "transform"
     taken, new = finetuning.restored(FinetuneConfig(model=kept), model, random_params(model))
     assert "head" in taken
     assert new == ["classifier"]
@@ -328,13 +330,19 @@ def test_head_transform_is_initialized_from_the_masked_lm():
 
 
 def test_modules_above_the_encoder_are_reinitialized():
-    start = model_config(SEQUENCE, lstm_layers=2, features="weighted-all")
-    asked = FinetuneConfig(model=ModelConfig(lstm_layers=1))
+    start = model_config(SEQUENCE, **{"head.lstm_layers": 2, "head.features": "weighted-all"})
+    asked = FinetuneConfig(model=ModelConfig(head=HeadConfig(lstm_layers=1)))
     model = finetuning.model_config(asked, start, SEQUENCE)
-    assert (model.lstm_layers, model.features) == (1, "")  # from the config, not the checkpoint
+    assert (model.head.lstm_layers, model.head.features) == (
+        1,
+        "",
+    )  # from the config, not the checkpoint
     for changes, new in (
-        ({"lstm_layers": 2, "features": "weighted-all"}, ["classifier", "features", "lstm"]),
-        ({"features": "last"}, ["classifier"]),
+        (
+            {"head.lstm_layers": 2, "head.features": "weighted-all"},
+            ["classifier", "features", "lstm"],
+        ),
+        ({"head.features": "last"}, ["classifier"]),
         ({}, ["classifier", "pooler"]),
     ):
         config = FinetuneConfig(model=model_config(SEQUENCE, **changes))
@@ -358,13 +366,13 @@ def test_pooled_token_is_the_first_or_the_last_if_causal(causal):
     """With causal attention only the last token sees all. Only the last layer has a pooler."""
     length = np.array([[5, 9], [12, 3]])
     places = length.cumsum(1) - 1 if causal else length.cumsum(1) - length
-    for changes in ({}, {"lstm_layers": 1}, {"features": "second-to-last"}):
+    for changes in ({}, {"head.lstm_layers": 1}, {"head.features": "second-to-last"}):
         config = model_config(SEQUENCE, causal=causal, **changes)
         params = random_params(config)
         states, logits, layout = states_and_logits(config, params, length)
         assert ("pooler" in params) == (not changes)
-        x = states[1] if config.features else states[2]
-        if config.lstm_layers:
+        x = states[1] if config.head.features else states[2]
+        if config.head.lstm_layers:
             x = BiLSTM(config).apply({"params": params["lstm"]}, x, layout.segment_ids)
         x = np.take_along_axis(np.array(x), places[:, :, None], 1)
         if not changes:
@@ -375,7 +383,7 @@ def test_pooled_token_is_the_first_or_the_last_if_causal(causal):
 
 @pytest.mark.parametrize("name", FEATURES[1:])
 def test_features_are_those_of_the_configured_layers(name):
-    config = model_config(TOKEN, layers=5, features=name)
+    config = model_config(TOKEN, layers=5, **{"head.features": name})
     params = random_params(config)
     states, logits, _ = states_and_logits(config, params, np.array([[7]]))
     if name.startswith("weighted-"):
@@ -397,7 +405,9 @@ def test_features_are_those_of_the_configured_layers(name):
 
 def test_feature_encoder_has_no_dropout_and_no_gradient():
     plan = plans(TOKEN)[0]
-    config = model_config(TOKEN, features="weighted-all", dropout=0.5, attention_dropout=0.5)
+    config = model_config(
+        TOKEN, dropout=0.5, attention_dropout=0.5, **{"head.features": "weighted-all"}
+    )
     params, batch = random_params(config), plan.batch(0, 0)
     grads = flat(loss_and_grads(TOKEN, plan, config)(params, batch)[1])
     for path, value in grads.items():
@@ -406,9 +416,10 @@ def test_feature_encoder_has_no_dropout_and_no_gradient():
     task = make_objective(config, TOKEN, "train", plan)
     inputs = task.make_inputs(jax.device_put(batch), jax.random.key(0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bert, "dropout", lambda x, rate, key: (seen.append(key), x)[1])
-        arguments = (inputs.tokens, inputs.layout, jax.random.key(0))
-        Bert(config).apply({"params": params}, *arguments, method=Bert.classify)
+        for module in (embeddings, encoder, bert):
+            patch.setattr(module, "dropout", lambda x, rate, key: (seen.append(key), x)[1])
+        arguments = (inputs.tokens, inputs.layout, None, jax.random.key(0), ("head",))
+        Bert(config).apply({"params": params}, *arguments)
     # On the embeddings, twice in the function that both layers call, and on the input of the head.
     assert [key is not None for key in seen] == [False] * 3 + [True]
 
@@ -448,7 +459,8 @@ def test_frozen_layers_do_not_decay_without_layer_decay():
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 def test_feature_encoder_has_no_weight_decay(optimizer):
-    model = model_config(SEQUENCE, features="last", final_norm=True, lstm_layers=1)
+    changes = {"head.features": "last", "head.lstm_layers": 1, "norm.final": True}
+    model = model_config(SEQUENCE, **changes)
     params = random_params(model)
     optimizer = OptimConfig(optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
     config = FinetuneConfig(model=model, steps=10, optim=optimizer)
@@ -501,12 +513,12 @@ RELU = {"pooler_activation": "relu"}
     [
         # Dropout is a setting of the run, even if the model was pretrained without dropout.
         ({}, {"dropout": 0.3}, [], {"dropout": 0.3, "attention_dropout": 0.1, "layers": 2}),
-        ({}, {"attention": "splash"}, [], {"attention": "splash", "labels": SEQUENCE.labels}),
+        ({}, {"attention": "splash"}, [], {"attention": "splash", "head.labels": SEQUENCE.labels}),
         ({"causal": True}, {}, [], {"causal": True}),
         ({"activation": "gelu_tanh"}, {}, [], {"activation": "gelu_tanh"}),
-        ({"head_pooling": "mean"}, {}, [], {"head_pooling": "mean"}),
+        ({"head.pooling": "mean"}, {}, [], {"head.pooling": "mean"}),
         # A setting of the user counts even at its default.
-        ({"head_pooling": "mean"}, {}, ["model.head_pooling"], {"head_pooling": "cls"}),
+        ({"head.pooling": "mean"}, {}, ["model.head.pooling"], {"head.pooling": "cls"}),
         # A new pooler has the activation of the family.
         ({}, {}, [], {"pooler_activation": "tanh"}),
         ({"family": "electra"}, {}, [], {"pooler_activation": "gelu"}),
@@ -516,10 +528,10 @@ RELU = {"pooler_activation": "relu"}
     ],
 )
 def test_model_config_comes_from_the_checkpoint(start, config, keys, expected):
-    start = model_config(SEQUENCE, head="", labels=(), **start)
+    start = model_config(SEQUENCE, **{"head.kind": "", "head.labels": (), **start})
     config = FinetuneConfig(model=ModelConfig(**config))
     model = finetuning.model_config(config, start, SEQUENCE, keys)
-    assert {name: getattr(model, name) for name in expected} == expected
+    assert {name: operator.attrgetter(name)(model) for name in expected} == expected
     tagging = finetuning.model_config(FinetuneConfig(), start, TOKEN)
     assert tagging.pooler_activation == start.pooler_activation  # it has no pooler
 
@@ -548,7 +560,7 @@ def test_settings_that_contradict_the_checkpoint_are_refused(start, config, keys
     ],
 )
 def test_new_pooler_has_the_activation_of_the_family(start, config, expected):
-    start = model_config(SEQUENCE, head="", labels=(), **start)
+    start = model_config(SEQUENCE, **{"head.kind": "", "head.labels": (), **start})
     config = FinetuneConfig(model=ModelConfig(**config))
     model = finetuning.model_config(config, start, SEQUENCE)
     assert model.pooler_activation == expected

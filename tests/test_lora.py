@@ -15,11 +15,13 @@ from bert_jax.config.schema import (
     LORA_TARGETS,
     Config,
     FinetuneConfig,
+    HeadConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
     TaskConfig,
+    with_fields,
 )
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert, flatten, init_params, shapes
@@ -40,7 +42,7 @@ from tests.helpers.runs import refused
 LORA = LoraConfig(rank=3, alpha=4.5, targets=LORA_TARGETS)
 BASE = ModelConfig(
     layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=40, positions=64, dropout=0.0,
-    attention_dropout=0.0, masked_lm=False, next_sentence=False, head="sequence", labels=("a", "b"),
+    attention_dropout=0.0, masked_lm=False, next_sentence=False, head=HeadConfig("sequence", ("a", "b")),
 )  # fmt: skip
 MODEL = dataclasses.replace(BASE, lora=LORA)
 QUERY = "encoder/layer_1/attention/query"
@@ -152,7 +154,9 @@ def test_only_adapters_and_head_are_trained_and_have_moments(optimizer):
 
 def test_sharded_steps_match_single_device():
     dataset = RandomExamples("sequence", count=30)
-    model = dataclasses.replace(MODEL, hidden=8, heads=2, feed_forward=16, labels=dataset.labels)
+    model = with_fields(
+        MODEL, {"hidden": 8, "heads": 2, "feed_forward": 16, "head.labels": dataset.labels}
+    )
     dataset.splits["dev"] = dataset.splits["train"]
     results = []
     for sizes in ((1, 1, 1), (2, 2, 2)):
@@ -187,8 +191,8 @@ def test_flops_exclude_weight_gradients_of_frozen_kernels():
         (FinetuneConfig(lora=LORA, frozen_layers=1), "frozen_layers"),
         (FinetuneConfig(lora=LORA, reset_layers=1), "reset_layers"),
         (
-            FinetuneConfig(lora=LORA, model=dataclasses.replace(BASE, features="last")),
-            "model.features",
+            FinetuneConfig(lora=LORA, model=with_fields(BASE, {"head.features": "last"})),
+            "model.head.features",
         ),
         (Config(model=ModelConfig(lora=LORA)), "model.lora.rank"),
     ],

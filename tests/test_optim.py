@@ -8,7 +8,7 @@ import torch
 import transformers
 from flax import traverse_util
 
-from bert_jax.config.schema import Config, LoraConfig, OptimConfig
+from bert_jax.config.schema import Config, HeadConfig, LoraConfig, OptimConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.model.bert import flatten, init_params, shapes
 from bert_jax.training import optim
@@ -143,7 +143,7 @@ def test_lamb():
 @pytest.mark.parametrize("tied", [True, False])
 def test_matrices_of_a_pretraining_model_decay(tied):
     config = model_size("L1-H8-A2")
-    config.vocab_size, config.tied_decoder, config.final_norm = 10, tied, not tied
+    config.vocab_size, config.tied_decoder, config.norm.final = 10, tied, not tied
     mask = flatten(optim.decay_mask(shapes(config)))
     decays = {path for path, yes in mask.items() if yes}
     assert {path.rpartition("/")[2] for path in mask.keys() - decays} == {"bias", "scale"}
@@ -160,8 +160,8 @@ def test_matrices_of_a_pretraining_model_decay(tied):
 def test_matrices_of_a_finetuning_head_decay():
     config = model_size("L2-H8-A2")
     config.vocab_size, config.masked_lm, config.next_sentence = 10, False, False
-    config.head, config.labels = "sequence", ("a", "b")
-    config.lstm_layers, config.features = 2, "weighted-all"
+    config.head = HeadConfig("sequence", ("a", "b"))
+    config.head.lstm_layers, config.head.features = 2, "weighted-all"
     mask = flatten(optim.decay_mask(shapes(config)))
     above = {p: yes for p, yes in mask.items() if not p.startswith(("embeddings", "encoder"))}
     recurrent = {
@@ -340,9 +340,9 @@ def test_mup_scales_by_width(tied):
     """Table 8 of arXiv 2203.03466: matrices scale with fan-in; vectors and input weights do not."""
     config = model_size("L1-H32-A2")
     config.vocab_size, config.tied_decoder = 50, tied
-    config.head, config.labels, config.span_boundary = "sequence", ("a", "b"), True
+    config.head, config.span_boundary = HeadConfig("sequence", ("a", "b")), True
     plain = flatten(init_params(config, jax.random.key(0)))
-    config.base_hidden = 8
+    config.mup.base_hidden = 8
     scaled = flatten(init_params(config, jax.random.key(0)))
     rates = flatten(optim.learning_rate_multipliers(Config(model=config), shapes(config)))
     hidden, output = (0.5, 0.25), (0.25, 0.25)  # factors of (initial values, learning rates)
@@ -359,7 +359,7 @@ def test_mup_scales_by_width(tied):
     for path, (value, rate) in expected.items():
         np.testing.assert_allclose(scaled[path], value * plain[path], rtol=1e-6, err_msg=path)
         assert rates[path] == rate, path
-    config.base_hidden = 32
+    config.mup.base_hidden = 32
     jax.tree.map(
         np.testing.assert_array_equal, flatten(init_params(config, jax.random.key(0))), plain
     )

@@ -40,7 +40,7 @@ def plain(tmp_path_factory, rows):
 def profiled(tmp_path_factory, rows):
     """Profiled run with an evaluation and a checkpoint among the profiled steps."""
     folder = tmp_path_factory.mktemp("profile") / "profiled"
-    run(folder, rows, "profile_steps=8:12")
+    run(folder, rows, "profile_steps=8,12")
     return folder
 
 
@@ -83,19 +83,19 @@ def test_resumed_run_traces_the_remaining_steps(tmp_path, rows, plain, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(loop, "shard_batch", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, rows, "profile_steps=8:12")
+            run(tmp_path, rows, "profile_steps=8,12")
     assert not list((tmp_path / tracing.FOLDER).iterdir())
     killed = tmp_path / tracing.FOLDER / ".steps_8_12.00000000.partial"  # left by a killed process
     killed.mkdir()
     (killed / "half").touch()
-    run(tmp_path, rows, "profile_steps=8:12")
+    run(tmp_path, rows, "profile_steps=8,12")
     assert_same_run(tmp_path, plain)
     name, table = only_profile(tmp_path)
     assert (name, table["steps"]) == ("steps_8_12", 2)
 
 
 def test_only_the_first_process_traces(tmp_path, monkeypatch):
-    config = Config(profile_steps="2:4", steps=6)
+    config = Config(profile_steps=(2, 4), steps=6)
     for process in (1, 0):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         with tracing.StepTracer(config, range(6), tmp_path, None, print) as tracer:
@@ -108,10 +108,10 @@ def test_only_the_first_process_traces(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        *((Config(profile_steps=steps), "FIRST:END") for steps in ("7", "7:7", "9:7", "-1:7")),
-        (Config(profile_steps="5:11", steps=10), "10 steps"),
-        (FinetuneConfig(profile_steps="5:11", steps=10), "10 steps"),
-        (Config(profile_steps="8:10", steps=10, phases=TWO_PHASES), "step 9"),
+        *((Config(profile_steps=steps), "FIRST,END") for steps in ((7,), (7, 7), (9, 7), (-1, 7))),
+        (Config(profile_steps=(5, 11), steps=10), "10 steps"),
+        (FinetuneConfig(profile_steps=(5, 11), steps=10), "10 steps"),
+        (Config(profile_steps=(8, 10), steps=10, phases=TWO_PHASES), "step 9"),
     ],
 )
 def test_invalid_profile_steps_are_refused(config, key):
@@ -121,10 +121,10 @@ def test_invalid_profile_steps_are_refused(config, key):
 
 def test_valid_profile_steps_are_accepted():
     assert configs.profiled_steps(Config()) == range(0)
-    assert configs.profiled_steps(Config(profile_steps="0:10", steps=10)) == range(10)
+    assert configs.profiled_steps(Config(profile_steps=(0, 10), steps=10)) == range(10)
     # The number of fine-tuning steps depends on data that have not been read yet.
-    validate(FinetuneConfig(profile_steps="5:11"))
-    for steps in ("7:9", "9:10"):
+    validate(FinetuneConfig(profile_steps=(5, 11)))
+    for steps in ((7, 9), (9, 10)):
         validate(Config(profile_steps=steps, steps=10, phases=TWO_PHASES))
 
 

@@ -15,11 +15,11 @@ import pytest
 from jax.extend import core
 from scipy import special
 
-from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
+from bert_jax.config.schema import Config, MeshConfig, PhaseConfig, with_fields
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout
 from bert_jax.model import attention as attention_lib
-from bert_jax.model import bert
+from bert_jax.model import bert, embeddings, encoder
 from bert_jax.model.attention import attention
 from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import ACTIVATIONS, gather_rows, one_hot_gather
@@ -156,7 +156,7 @@ def test_logits_and_softmax_are_float32_with_bfloat16_inputs():
 
 
 def test_gradients_of_parameters_are_accumulated_in_float32():
-    changes = {"norm_position": "pre", "gated_feed_forward": True, "positions": 24}
+    changes = {"norm.position": "pre", "gated_feed_forward": True, "positions": 24}
     step, state, batch = pretraining_step("bfloat16", **changes)
     shapes = {x.shape for x in jax.tree.leaves(state.params)}
     for e in equations(step.trace(state, batch).jaxpr.jaxpr):
@@ -180,16 +180,16 @@ def test_gradients_are_added_in_float32_by_the_program_for_tpus():
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "size"),
+    ("name", "changes", "size"),
     [
-        ("head", {"head": "span", "labels": ("start", "end"), "next_sentence": False}, 2),
+        ("head", {"head.kind": "span", "head.labels": ("start", "end"), "next_sentence": False}, 2),
         ("next_sentence", {}, 2),
-        ("replaced_token", {"replaced_token": True, "next_sentence": False}, 1),
+        ("replaced_token", {"electra.replaced_token": True, "next_sentence": False}, 1),
     ],
 )
 def test_logits_of_small_heads_are_computed_in_float32(name, changes, size):
     model = dataclasses.replace(model_size("L1-H32-A2"), vocab_size=VOCAB, dtype="bfloat16")
-    model = bert.Bert(dataclasses.replace(model, masked_lm=False, **changes))
+    model = bert.Bert(with_fields(model, {"masked_lm": False, **changes}))
     ones = jnp.ones((2, 8), jnp.int32)
     inputs = (ones, layout(ones[:, :1], ones[:, :1], 8))
     program = jax.make_jaxpr(
@@ -227,7 +227,7 @@ def test_every_dropout_uses_a_different_key(monkeypatch, layer_loop):
         jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
         return dropout(x, rate, key)
 
-    for module in (bert, attention_lib):
+    for module in (embeddings, encoder, attention_lib):
         monkeypatch.setattr(module, "dropout", recorded)
     step = jax.jit(step_lib.make_step(config, phase))
     for seed in (0, 1):

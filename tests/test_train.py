@@ -279,7 +279,7 @@ END_TO_END = (
 def finished(rows, tmp_path_factory):
     """The workdir of a run of the command line, which no test changes."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    done = pretrain(folder, [rows()], f"sample_texts=A [MASK].|{TEXT}", *END_TO_END)
+    done = pretrain(folder, [rows()], f"sample_texts={('A [MASK].', TEXT)}", *END_TO_END)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -13,6 +13,7 @@ from bert_jax.config.schema import (
     FinetuneConfig,
     LoraConfig,
     MaskingConfig,
+    ModelConfig,
     TrainConfig,
     batch_size_key,
     flatten,
@@ -55,11 +56,15 @@ def validate(config: TrainConfig) -> None:
         require(
             is_even, "model.heads", "such that hidden / heads is even with position_kind='rope'"
         )
-    fixed = HEADS[model.head].labels
-    num_labels = max(len(model.labels), 1) if fixed is None else len(fixed)
-    require(len(model.labels) == num_labels, "model.labels", f"{num_labels} names for this head")
-    if model.base_hidden:
-        requirement = "'adam' or 'adamw' with config.model.base_hidden"
+    fixed = HEADS[model.head.kind].labels
+    num_labels = max(len(model.head.labels), 1) if fixed is None else len(fixed)
+    require(
+        len(model.head.labels) == num_labels,
+        "model.head.labels",
+        f"{num_labels} names for this head",
+    )
+    if model.mup.base_hidden:
+        requirement = "'adam' or 'adamw' with config.model.mup.base_hidden"
         require(config.optim.optimizer in ("adam", "adamw"), "optim.optimizer", requirement)
     axes = dataclasses.astuple(config.mesh)
     if min(axes) < -1 or 0 in axes or axes.count(-1) > 1:
@@ -73,23 +78,27 @@ def validate(config: TrainConfig) -> None:
         require(config.task.tokens >= 8, "task.tokens", "8 or more")
         names = _NAMES[config.task.kind]
         require(config.task.name in names, "task.name", "one of " + ", ".join(map(repr, names)))
-        if model.features:
-            reason = f"because config.model.features={model.features!r} freezes the encoder"
+        if model.head.features:
+            reason = (
+                f"because config.model.head.features={model.head.features!r} freezes the encoder"
+            )
             for name in ("frozen_layers", "reset_layers"):
                 require(getattr(config, name) == 0, name, f"0, {reason}")
             require(config.optim.layer_decay == 1, "optim.layer_decay", f"1, {reason}")
         # Once there is a head, the value can be the checkpoint's, which has no effect.
-        if not model.head and (model.features or model.lstm_layers):
-            requirement = "'pooler' with config.model.features or config.model.lstm_layers"
-            require(model.head_layer == "pooler", "model.head_layer", requirement)
+        if not model.head.kind and (model.head.features or model.head.lstm_layers):
+            requirement = (
+                "'pooler' with config.model.head.features or config.model.head.lstm_layers"
+            )
+            require(model.head.layer == "pooler", "model.head.layer", requirement)
         _validate_lora(config, require)
         if config.task.kind == "pairs":
             _validate_pairs(config, require)
         # Else the model's size is not known until a checkpoint is read.
-        if model.head or model.vocab_size:
+        if model.head.kind or model.vocab_size:
             limit = model.positions
             require(config.task.tokens <= limit, "task.tokens", f"8 to {limit}")
-            if model.features:
+            if model.head.features:
                 _ = model.feature_layers  # raises if the model has too few layers
             for name, limit in (
                 ("frozen_layers", model.layers),
@@ -111,8 +120,10 @@ def _validate_lora(config: FinetuneConfig, require: Callable[[bool, str, str], N
     targets = config.lora.targets
     known = bool(targets) and {*targets} <= {*LORA_TARGETS}
     require(known, "lora.targets", f"one or more of {', '.join(map(repr, LORA_TARGETS))}")
-    for name, default in (("frozen_layers", 0), ("reset_layers", 0), ("model.features", "")):
-        value = config.model.features if name == "model.features" else getattr(config, name)
+    for name, default in (("frozen_layers", 0), ("reset_layers", 0), ("model.head.features", "")):
+        value = (
+            config.model.head.features if name == "model.head.features" else getattr(config, name)
+        )
         requirement = (
             f"{default!r}, because config.lora.rank={config.lora.rank} freezes the encoder"
         )
@@ -121,9 +132,7 @@ def _validate_lora(config: FinetuneConfig, require: Callable[[bool, str, str], N
 
 def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], None]) -> None:
     model, task, embed = config.model, config.task, config.embed
-    for name, default in (("lstm_layers", 0), ("features", "")):
-        requirement = f"{default!r} with config.task.kind='pairs', which has no head"
-        require(getattr(model, name) == default, f"model.{name}", requirement)
+    _require_default_head(model, "with config.task.kind='pairs', which has no head", require)
     require(embed.layers == "last", "embed.layers", "'last' with config.task.kind='pairs'")
     poolings = ("mean",) if model.causal else ("mean", "cls")
     requirement = " or ".join(map(repr, poolings)) + " with config.task.kind='pairs'"
@@ -135,6 +144,14 @@ def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], 
         require(model.dropout > 0, "model.dropout", requirement)
 
 
+def _require_default_head(
+    model: ModelConfig, reason: str, require: Callable[[bool, str, str], None]
+) -> None:
+    for name, default in (("lstm_layers", 0), ("features", "")):
+        is_default = getattr(model.head, name) == default
+        require(is_default, f"model.head.{name}", f"{default!r} {reason}")
+
+
 def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, str], None]) -> None:
     model, distill, default = config.model, config.distill, DistillConfig()
     if not distill.teacher:
@@ -143,10 +160,16 @@ def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, st
             require(getattr(distill, name) == value, f"distill.{name}", requirement)
         return
     for name in ("hidden", "relations"):
-        requirement = f"0 with config.model.features={model.features!r}, which trains no encoder"
-        require(not (model.features and getattr(distill, name)), f"distill.{name}", requirement)
+        requirement = (
+            f"0 with config.model.head.features={model.head.features!r}, which trains no encoder"
+        )
+        require(
+            not (model.head.features and getattr(distill, name)), f"distill.{name}", requirement
+        )
     require(not model.span_boundary, "model.span_boundary", "false with a teacher")
-    require(not model.generator_hidden, "model.generator_hidden", "0 with a teacher")
+    require(
+        not model.electra.generator_hidden, "model.electra.generator_hidden", "0 with a teacher"
+    )
     requirement = "0 with config.model.causal=true"
     require(not (distill.relations and model.causal), "distill.relations", requirement)
     for name in ("relation_layer", "relation_heads"):
@@ -171,18 +194,21 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
     for name, default in dataclasses.asdict(LoraConfig()).items():
         requirement = f"{default!r} in pretraining: adapters are for fine-tuning"
         require(getattr(model.lora, name) == default, f"model.lora.{name}", requirement)
-    for name, default in (("lstm_layers", 0), ("features", "")):
-        requirement = f"{default!r} in pretraining; it applies to fine-tuning heads only"
-        require(getattr(model, name) == default, f"model.{name}", requirement)
-    if model.generator_hidden:
-        require(model.replaced_token, "model.replaced_token", "true with a generator")
+    reason = "in pretraining; it applies to fine-tuning heads only"
+    _require_default_head(model, reason, require)
+    if model.electra.generator_hidden:
+        require(
+            model.electra.replaced_token, "model.electra.replaced_token", "true with a generator"
+        )
         for name in ("masked_lm", "next_sentence", "span_boundary", "causal"):
-            requirement = f"false with config.model.generator_hidden={model.generator_hidden}"
+            requirement = (
+                f"false with config.model.electra.generator_hidden={model.electra.generator_hidden}"
+            )
             require(not getattr(model, name), f"model.{name}", requirement)
-        requirement = "0 with config.model.generator_hidden"
-        require(not model.base_hidden, "model.base_hidden", requirement)
-    width = model.generator_hidden or model.hidden
-    if (model.masked_lm or model.generator_hidden) and model.embedding_width != width:
+        requirement = "0 with config.model.electra.generator_hidden"
+        require(not model.mup.base_hidden, "model.mup.base_hidden", requirement)
+    width = model.electra.generator_hidden or model.hidden
+    if (model.masked_lm or model.electra.generator_hidden) and model.embedding_width != width:
         requirement = f"true where the embeddings have another size ({model.embedding_width}) than"
         require(model.transform, "model.transform", f"{requirement} the hidden states ({width})")
     if model.causal:
@@ -195,11 +221,11 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
                 f"{value!r}, the default, with config.model.causal=true, which masks nothing"
             )
             require(getattr(masking, name) == value, f"masking.{name}", requirement)
-    if model.base_hidden:
-        requirement = f"0 or hidden={model.hidden} with config.model.base_hidden"
+    if model.mup.base_hidden:
+        requirement = f"0 or hidden={model.hidden} with config.model.mup.base_hidden"
         require(model.embedding_width == model.hidden, "model.embedding_size", requirement)
         is_scaled = model.transform or not (model.masked_lm and model.tied_decoder)
-        requirement = "true with config.model.base_hidden and a tied decoder"
+        requirement = "true with config.model.mup.base_hidden and a tied decoder"
         require(is_scaled, "model.transform", requirement)
     if model.span_boundary:
         requirement = f"0 or hidden={model.hidden} with config.model.span_boundary=true"

@@ -30,7 +30,7 @@ _DERIVED = {
     **{
         f"model.{name}": "config.task"
         for name in (
-            *("head", "labels", "problem_type"),
+            *("head.kind", "head.labels", "head.problem_type"),
             *("masked_lm", "next_sentence", "span_boundary", "pooler"),
         )
     },

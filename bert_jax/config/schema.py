@@ -5,9 +5,10 @@ A config file (`configs/*.py`) returns a `Config`; the command line overrides si
 constraints of single fields beside them; those of several fields are in `config_checks`.
 """
 
+import copy
 import dataclasses
+import functools
 import math
-import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class Head(NamedTuple):
     huggingface_name: str = "classifier"
 
 
-# By the value of `config.model.head`; "" is no head.
+# By the value of `config.model.head.kind`; "" is no head.
 HEADS = {
     "": Head(False, (), "BertModel"),
     "sequence": Head(True, None, "BertForSequenceClassification"),
@@ -94,6 +95,99 @@ LORA_TARGETS = ("query", "key", "value", "intermediate", "output")
 
 
 @dataclasses.dataclass
+class LocalAttentionConfig:
+    """Attention to neighboring tokens in some of the layers, as in ModernBERT."""
+
+    # Each token attends to the window // 2 tokens on either side of it in its sequence, except in the
+    # first layer and every global_every layers after it, where it attends to the whole sequence. 0: all
+    # layers do.
+    window: int = _constrained(0, "0, or 2 or more", lambda value: value == 0 or value >= 2)
+    global_every: int = _positive(3)
+    # Base of the wavelengths of "rope" in layers with local attention; 0 takes model.rope_theta.
+    rope_theta: float = _not_negative(0.0)
+
+
+@dataclasses.dataclass
+class NormConfig:
+    """The norms of the model, and where they are."""
+
+    # "layer_norm", "layer_norm_no_bias" or "rms_norm" (Zhang and Sennrich, arXiv 1910.07467).
+    kind: str = _one_of("layer_norm", "layer_norm_no_bias", "rms_norm")
+    epsilon: float = _positive(1e-12)
+    # "post": after each residual connection, as in BERT. "pre": on the input of attention and of the
+    # feed-forward layer, inside the residual connections; use `final` with it. The attention of the
+    # first layer has none if `embeddings` has normalized its input.
+    position: str = _one_of("post", "pre")
+    # A norm on the sum of the embeddings.
+    embeddings: bool = True
+    # A norm after the last layer. BERT's layers already end in one.
+    final: bool = False
+    # Normalize queries and keys over the head size, before "rope".
+    qk: bool = False
+
+
+@dataclasses.dataclass
+class MupConfig:
+    """Maximal update parametrization (Yang et al., arXiv 2203.03466)."""
+
+    # The hidden size for which initializer_stddev and optim.learning_rate were chosen. Initial values
+    # and learning rates of matrices are scaled to `hidden`. For models with attention heads of one size,
+    # and the optimizers "adam" and "adamw". A tied decoder needs transform, and embedding_size must be
+    # 0. 0 disables it.
+    base_hidden: int = _not_negative(0)
+
+
+@dataclasses.dataclass
+class ElectraConfig:
+    """ELECTRA's discriminator and generator (Clark et al., arXiv 2003.10555, section 3)."""
+
+    # The discriminator's head: whether each token was replaced.
+    replaced_token: bool = False
+    # Hidden size of a generator, a masked LM whose predictions replace the masked tokens. It shares the
+    # embeddings and has as many layers, heads of the same size and feed-forward layers of the same
+    # ratio. 0: no generator.
+    generator_hidden: int = _not_negative(0, 1_000_000)
+    # Weight of the discriminator's loss, that of the generator being 1.
+    loss_weight: float = _positive(50.0)
+
+
+@dataclasses.dataclass
+class HeadConfig:
+    """The head of a fine-tuned model (Devlin et al., section 4), and what is between it and the encoder."""
+
+    # A dense layer after dropout: "sequence" (on the pooled [CLS]), "choice" (one score from the pooled
+    # [CLS]), "token" (on every token), "span" (start and end scores for every token) or "" for none.
+    kind: str = _one_of(*HEADS)
+    # Names of the head's outputs, in order.
+    labels: tuple[str, ...] = ()
+    # What transformers' class of a "sequence" head predicts. An import keeps it for the export;
+    # fine-tuning replaces it according to task.objective.
+    problem_type: str = _one_of(
+        "", "single_label_classification", "multi_label_classification", "regression"
+    )
+    # Hidden layer below the head. "pooler": dense + tanh, for heads on a sequence only. "transform":
+    # dense + activation + norm, for all heads, as in ModernBERT; it starts from that of the masked-LM
+    # head.
+    layer: str = _one_of("pooler", "transform")
+    # What a head on a sequence reads: "cls" (of causal models, the last token) or "mean" (over the
+    # sequence's tokens, [CLS] and [SEP] included).
+    pooling: str = _one_of("cls", "mean")
+    # Layers of a randomly initialized bidirectional LSTM below the head, `hidden` units in each direction
+    # (sections 5.1 and 5.3). Its state is reset at every sequence.
+    lstm_layers: int = _not_negative(0, 1_000)
+    # Input of the head, or of the LSTM (section 5.3, table 7). "" is the last layer, and the encoder is
+    # trained. The others are hidden states of a frozen encoder: "embeddings", "second-to-last", "last",
+    # "last4" (concatenated), "weighted-last4" and "weighted-all" (sums with learned weights as in ELMo,
+    # over the last four or all layers).
+    features: str = _one_of(*FEATURES)
+
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether the head reads the encoder's last layer, not an LSTM or frozen hidden states."""
+        return not (self.lstm_layers or self.features)
+
+
+@dataclasses.dataclass
 class ModelConfig:
     """The encoder and its heads. The defaults are BERT-base (Devlin et al., section 3)."""
 
@@ -131,17 +225,10 @@ class ModelConfig:
     # that is linear in the distance, Press et al., arXiv 2108.12409, the same in both directions).
     # `positions` is the maximum length for all of them.
     position_kind: str = _one_of("learned", "rope", "alibi")
-    # Base of the wavelengths of "rope", in layers with global attention and in those with local
-    # attention; 0 takes rope_theta.
+    # Base of the wavelengths of "rope", in layers with global attention.
     rope_theta: float = _positive(10_000.0)
-    local_rope_theta: float = _not_negative(0.0)
-    # Local attention: each token attends to the local_window // 2 tokens on either side of it in its
-    # sequence, except in the first layer and every global_every layers after it, where it attends
-    # to the whole sequence. 0: all layers do.
-    local_window: int = _constrained(0, "0, or 2 or more", lambda value: value == 0 or value >= 2)
-    global_every: int = _positive(3)
-    # Normalize queries and keys over the head size, before "rope".
-    qk_norm: bool = False
+    local: LocalAttentionConfig = dataclasses.field(default_factory=LocalAttentionConfig)
+    norm: NormConfig = dataclasses.field(default_factory=NormConfig)
     dropout: float = _below_one(0.1)
     attention_dropout: float = _below_one(0.1)
     # Source of dropout's random bits, always a function of seed and step: "hash" (a counter-based
@@ -153,25 +240,8 @@ class ModelConfig:
     # at startup. "auto" selects "splash" on TPU and "cudnn" on GPU where they are supported
     # ("cudnn" only with config.deterministic=false), else "xla". Inference always uses "xla".
     attention: str = _one_of("auto", "xla", "cudnn", "pallas", "splash")
-    layer_norm_epsilon: float = _positive(1e-12)
-    # "layer_norm", "layer_norm_no_bias" or "rms_norm" (Zhang and Sennrich, arXiv 1910.07467), for
-    # every norm of the model.
-    norm: str = _one_of("layer_norm", "layer_norm_no_bias", "rms_norm")
-    # "post": after each residual connection, as in BERT. "pre": on the input of attention and of the
-    # feed-forward layer, inside the residual connections; use final_norm with it. The attention of
-    # the first layer has none if embedding_norm has normalized its input.
-    norm_position: str = _one_of("post", "pre")
-    # A norm on the sum of the embeddings.
-    embedding_norm: bool = True
     initializer_stddev: float = _not_negative(0.02)
-    # Maximal update parametrization (Yang et al., arXiv 2203.03466): the hidden size for which
-    # initializer_stddev and optim.learning_rate were chosen. Initial values and learning rates of
-    # matrices are scaled to `hidden`. For models with attention heads of one size, and the
-    # optimizers "adam" and "adamw". A tied decoder needs transform, and embedding_size must be 0.
-    # 0 disables it.
-    base_hidden: int = _not_negative(0)
-    # Add a LayerNorm after the last layer. BERT's layers already end in one.
-    final_norm: bool = False
+    mup: MupConfig = dataclasses.field(default_factory=MupConfig)
     # Left-to-right model ("LTR", section 5.1): each token attends to itself and earlier tokens of
     # its sequence, and pretraining predicts the next token instead of masked ones. [CLS] attends
     # only to itself, so next_sentence must be false, the pooler reads the last token of each
@@ -199,40 +269,9 @@ class ModelConfig:
     pooler: bool = False
     # Activation of the pooler: "tanh" (BERT), "relu" (DistilBERT) or "gelu" (ELECTRA).
     pooler_activation: str = _one_of("tanh", "relu", "gelu")
-    # ELECTRA's discriminator head: whether each token was replaced.
-    replaced_token: bool = False
-    # ELECTRA's pretraining (section 3): hidden size of a generator, a masked LM whose predictions
-    # replace the masked tokens. It shares the embeddings and has as many layers, heads of the same
-    # size and feed-forward layers of the same ratio. replaced_token_weight: weight of the
-    # discriminator's loss, that of the generator being 1. 0: no generator.
-    generator_hidden: int = _not_negative(0, 1_000_000)
-    replaced_token_weight: float = _positive(50.0)
-    # Fine-tuning head, a dense layer after dropout (section 4): "sequence" (on the pooled [CLS]),
-    # "choice" (one score from the pooled [CLS]), "token" (on every token), "span" (start and end
-    # scores for every token) or "" for none.
-    head: str = _one_of(*HEADS)
-    # Names of the head's outputs, in order.
-    labels: tuple[str, ...] = ()
-    # What transformers' class of a "sequence" head predicts. An import keeps it for the export;
-    # fine-tuning replaces it according to task.objective.
-    problem_type: str = _one_of(
-        "", "single_label_classification", "multi_label_classification", "regression"
-    )
-    # Fine-tuning: hidden layer below the head. "pooler": dense + tanh, for heads on a sequence only.
-    # "transform": dense + activation + norm, for all heads, as in ModernBERT; it starts from that
-    # of the masked-LM head.
-    head_layer: str = _one_of("pooler", "transform")
-    # Fine-tuning: what a head on a sequence reads: "cls" (of causal models, the last token) or
-    # "mean" (over the sequence's tokens, [CLS] and [SEP] included).
-    head_pooling: str = _one_of("cls", "mean")
-    # Fine-tuning: layers of a randomly initialized bidirectional LSTM below the head, `hidden`
-    # units in each direction (sections 5.1 and 5.3). Its state is reset at every sequence.
-    lstm_layers: int = _not_negative(0, 1_000)
-    # Fine-tuning: input of the head, or of the LSTM (section 5.3, table 7). "" is the last layer,
-    # and the encoder is trained. The others are hidden states of a frozen encoder: "embeddings",
-    # "second-to-last", "last", "last4" (concatenated), "weighted-last4" and "weighted-all" (sums
-    # with learned weights as in ELMo, over the last four or all layers).
-    features: str = _one_of(*FEATURES)
+    electra: ElectraConfig = dataclasses.field(default_factory=ElectraConfig)
+    # The fine-tuned head.
+    head: HeadConfig = dataclasses.field(default_factory=HeadConfig)
     # Adapters that the parameters contain, from config.lora. Loading a checkpoint merges them.
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     # Compute dtype of activations. Parameters and optimizer state stay float32.
@@ -251,19 +290,19 @@ class ModelConfig:
         The pooler reads the encoder's last layer; a head on an LSTM or on features uses their
         outputs unpooled.
         """
-        pooled_head = HEADS[self.head].pooled and self.head_layer == "pooler"
-        reads_encoder = not (self.lstm_layers or self.features)
-        return self.pooler or self.next_sentence or (pooled_head and reads_encoder)
+        head = self.head
+        needed = HEADS[head.kind].pooled and head.layer == "pooler" and head.reads_encoder
+        return self.pooler or self.next_sentence or needed
 
     @property
     def has_head_transform(self) -> bool:
-        """Whether the fine-tuning head has the hidden layer `head_layer="transform"`."""
-        reads_encoder = not (self.lstm_layers or self.features)
-        return bool(self.head) and self.head_layer == "transform" and reads_encoder
+        """Whether the fine-tuning head has the hidden layer "transform"."""
+        head = self.head
+        return bool(head.kind) and head.layer == "transform" and head.reads_encoder
 
     def is_local(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0, attends within `local_window`."""
-        return bool(self.local_window) and layer % self.global_every != 0
+        """Return whether a layer, counted from 0, attends within `local.window`."""
+        return bool(self.local.window) and layer % self.local.global_every != 0
 
     @property
     def embedding_width(self) -> int:
@@ -271,8 +310,8 @@ class ModelConfig:
         return self.embedding_size or self.hidden
 
     def generator(self) -> "ModelConfig":
-        """Return the config of the generator; `generator_hidden` must be above 0."""
-        size = self.generator_hidden
+        """Return the config of the generator; `electra.generator_hidden` must be above 0."""
+        size = self.electra.generator_hidden
         return dataclasses.replace(
             self,
             hidden=size,
@@ -281,15 +320,14 @@ class ModelConfig:
             embedding_size=self.embedding_width,
             masked_lm=True,
             pooler=False,
-            replaced_token=False,
-            generator_hidden=0,
+            electra=ElectraConfig(),
         )
 
     @property
     def feature_layers(self) -> list[int]:
-        """Indices of the hidden states in `features`, numbered as in `layer_numbers`."""
-        name = self.features.removeprefix("weighted-")
-        return layer_numbers(name, self.layers, "config.model.features")
+        """Indices of the hidden states in `head.features`, numbered as in `layer_numbers`."""
+        name = self.head.features.removeprefix("weighted-")
+        return layer_numbers(name, self.layers, "config.model.head.features")
 
 
 @dataclasses.dataclass
@@ -498,13 +536,13 @@ class TrainConfig:
     evaluate_every_steps: int = _not_negative(1_000)
     # Logged metrics are averages over this many steps.
     log_every_steps: int = _positive(50)
-    # FIRST:END, for example "100:110" for the ten steps after the first hundred: write a profiler
-    # trace and a table of time by operation (`bert_jax.tools.profile`) to the workdir's profile/. Results
-    # do not change. "" disables profiling.
-    profile_steps: str = ""
-    # Where metrics are sent, besides the workdir: "wandb", "mlflow", or both with a comma between.
-    trackers: str = _constrained(
-        "", "wandb, mlflow or wandb,mlflow", lambda value: {*value.split(",")} <= {"", *TRACKERS}
+    # First step and the one after the last, for example (100, 110) for the ten steps after the first
+    # hundred: write a profiler trace and a table of time by operation (`bert_jax.tools.profile`) to the
+    # workdir's profile/. Results do not change. () disables profiling.
+    profile_steps: tuple[int, ...] = ()
+    # Where metrics are sent, besides the workdir: "wandb", "mlflow".
+    trackers: tuple[str, ...] = _constrained(
+        (), "'wandb', 'mlflow' or both", lambda value: {*value} <= {*TRACKERS}
     )
     # Require this platform: "cpu", "gpu" or "tpu". "" takes the best one available.
     platform: str = _one_of("", "cpu", "gpu", "tpu")
@@ -531,9 +569,8 @@ class Config(TrainConfig):
     damaged_rows: str = _one_of("stop", "skip")
     # Number of held-out rows per evaluation; 0 takes all.
     evaluate_rows: int = _not_negative(2_048)
-    # Texts with [MASK], separated by |. Their masks are filled in at every evaluation, for
-    # `bert-jax report` to show; "" for none.
-    sample_texts: str = ""
+    # Texts with [MASK], which are filled in at every evaluation, for `bert-jax report` to show.
+    sample_texts: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -683,28 +720,33 @@ def phase_ends(config: Config) -> list[int]:
 
 
 def profiled_steps(config: TrainConfig) -> range:
-    """Return the steps of `config.profile_steps`, counted from 0; empty if it is ""."""
-    text = config.profile_steps
-    if not text:
+    """Return the steps of `config.profile_steps`, counted from 0; empty if it is ()."""
+    steps = config.profile_steps
+    if not steps:
         return range(0)
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    first, end = map(int, match.groups()) if match else (0, 0)
-    if first >= end:
-        raise UserError(
-            f"config.profile_steps is {text!r}: it must be FIRST:END, e.g. 100:110 for the ten "
-            "steps after the first hundred"
-        )
-    if config.steps and end > config.steps:
-        raise UserError(
-            f"config.profile_steps is {text!r}: the run has only {config.steps:,} steps"
-        )
-    for phase_end in phase_ends(config) if isinstance(config, Config) else []:
-        if first < phase_end < end:
-            raise UserError(
-                f"config.profile_steps is {text!r}: a phase ends at step {phase_end:,}; choose "
-                "steps within one phase"
-            )
-    return range(first, end)
+    problem = ""
+    if len(steps) != 2 or not 0 <= steps[0] < steps[1]:
+        problem = "it must be FIRST,END, e.g. 100,110 for the ten steps after the first hundred"
+    elif config.steps and steps[1] > config.steps:
+        problem = f"the run has only {config.steps:,} steps"
+    elif isinstance(config, Config):
+        for end in phase_ends(config):
+            if steps[0] < end < steps[1]:
+                problem = f"a phase ends at step {end:,}; choose steps within one phase"
+    if problem:
+        raise UserError(f"config.profile_steps is {steps!r}: {problem}")
+    return range(*steps)
+
+
+def with_fields(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a copy of a config with fields changed by their dotted path, as `{"head.kind": "token"}`."""
+    config = copy.deepcopy(config)
+    for path, value in changes.items():
+        *groups, name = path.split(".")
+        group = functools.reduce(getattr, groups, config)
+        getattr(group, name)  # raises for an unknown field
+        setattr(group, name, value)
+    return config
 
 
 def flatten(config: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.schema import ModelConfig, with_fields
 from bert_jax.errors import UserError
 
 SIZES = {  # Devlin et al.; small ones from Turc et al. (arXiv 1908.08962)
@@ -15,8 +15,8 @@ SIZES = {  # Devlin et al.; small ones from Turc et al. (arXiv 1908.08962)
     "large": (24, 1024, 16),
 }
 _PRE_NORM: dict[str, Any] = {
-    "norm_position": "pre",
-    "final_norm": True,
+    "norm.position": "pre",
+    "norm.final": True,
     "position_kind": "rope",
     "gated_feed_forward": True,
     "bias": False,
@@ -28,21 +28,21 @@ _PRE_NORM: dict[str, Any] = {
 # ModernBERT (Warner et al., arXiv 2412.13663): GeGLU, and local attention in two of three layers.
 _MODERN: dict[str, Any] = _PRE_NORM | {
     "family": "modernbert",
-    "norm": "layer_norm_no_bias",
-    "layer_norm_epsilon": 1e-5,
+    "norm.kind": "layer_norm_no_bias",
+    "norm.epsilon": 1e-5,
     "rope_theta": 160_000.0,
-    "local_rope_theta": 10_000.0,
-    "local_window": 128,
+    "local.rope_theta": 10_000.0,
+    "local.window": 128,
     "positions": 8192,
     "vocab_multiple": 64,
-    "head_layer": "transform",
+    "head.layer": "transform",
 }
 # ELECTRA (Clark et al., arXiv 2003.10555, table 6).
 _ELECTRA: dict[str, Any] = {
     "family": "electra",
     "masked_lm": False,
     "next_sentence": False,
-    "replaced_token": True,
+    "electra.replaced_token": True,
 }
 # Models that differ from BERT in more than size.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "positions": 64,
         "segments": 0,
         "activation": "relu",
-        "final_norm": True,
+        "norm.final": True,
         "transform": False,
         "tied_decoder": False,
         "next_sentence": False,
@@ -67,9 +67,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layers": 28,
         "feed_forward": 2048,
         "activation": "silu",
-        "norm": "rms_norm",
-        "layer_norm_epsilon": 1e-6,
-        "embedding_norm": False,
+        "norm.kind": "rms_norm",
+        "norm.epsilon": 1e-6,
+        "norm.embeddings": False,
         "positions": 4096,
         "transform": False,
         "tied_decoder": False,
@@ -80,16 +80,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "heads": 4,
         "feed_forward": 1024,
         "embedding_size": 128,
-        "generator_hidden": 64,
+        "electra.generator_hidden": 64,
     },
-    "electra-base": {**_ELECTRA, "generator_hidden": 256},
+    "electra-base": {**_ELECTRA, "electra.generator_hidden": 256},
     "electra-large": {
         **_ELECTRA,
         "layers": 24,
         "hidden": 1024,
         "heads": 16,
         "feed_forward": 4096,
-        "generator_hidden": 256,
+        "electra.generator_hidden": 256,
     },
 }
 
@@ -97,7 +97,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def model_size(name: str) -> ModelConfig:
     """Return the config of a name of `SIZES` or `ARCHITECTURES`, or of a shape like `L6-H768-A3`."""
     if name in ARCHITECTURES:
-        return ModelConfig(**ARCHITECTURES[name])
+        return with_fields(ModelConfig(), ARCHITECTURES[name])
     shape = re.fullmatch(r"L(\d+)[-_]H(\d+)[-_]A(\d+)", name)
     if shape:
         layers, hidden, heads = map(int, shape.groups())

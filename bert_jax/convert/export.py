@@ -14,7 +14,14 @@ import numpy as np
 
 from bert_jax import storage
 from bert_jax.config import schema as config_lib
-from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
+from bert_jax.config.schema import (
+    ElectraConfig,
+    EmbedConfig,
+    FinetuneConfig,
+    ModelConfig,
+    TrainConfig,
+    with_fields,
+)
 from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
@@ -67,9 +74,9 @@ def export(
     config, vocabulary, saved, step = open_model(source, which)
     params = saved if params is None else params
     # Without the parts for pretraining only, which no class of transformers has.
-    model = dataclasses.replace(config.model, span_boundary=False, generator_hidden=0)
+    model = with_fields(config.model, {"span_boundary": False, "electra.generator_hidden": 0})
     generator = None
-    if config.model.generator_hidden and heads == "all":
+    if config.model.electra.generator_hidden and heads == "all":
         generator = split_generator(config.model, params)
     if heads == "masked_lm" and not model.masked_lm:
         raise UserError(f"{source} has no masked-LM head to export")
@@ -84,18 +91,16 @@ def export(
             and not model.causal
             and "pooler" in FAMILIES[model.family].parts,
             next_sentence=False,
-            replaced_token=False,
-            head="",
-            labels=(),
-            problem_type="",
-            lstm_layers=0,
-            features="",
+            electra=ElectraConfig(),
+            head=dataclasses.replace(
+                model.head, kind="", labels=(), problem_type="", lstm_layers=0, features=""
+            ),
         )
-    if model.head or model.next_sentence:
+    if model.head.kind or model.next_sentence:
         vocabularies.check_segments(vocabulary, model.segments)
     params = {part: params[part] for part in shapes(model)}
     settings, tensors = _converted(model, params, vocabulary)
-    if isinstance(config, FinetuneConfig) and model.head == "sequence":
+    if isinstance(config, FinetuneConfig) and model.head.kind == "sequence":
         settings["problem_type"] = _PROBLEM_TYPES[config.task.objective]
     parameters = parameter_count(params, model)
     architecture = settings["architectures"][0]

@@ -70,7 +70,7 @@ class Family:
     @property
     def has_pooler(self) -> bool:
         """Whether heads on a sequence read a pooler."""
-        return self.fixed.get("head_layer", "pooler") == "pooler"
+        return self.fixed.get("head.layer", "pooler") == "pooler"
 
     @property
     def words(self) -> str:
@@ -90,7 +90,7 @@ class Family:
                 names[ours.format(i=i)] = theirs.format(i=i)
         if not config.tied_decoder:
             names["masked_lm/bias"] = self.decoder_bias
-        return {**names, **self.names_of_head(config.head)}
+        return {**names, **self.names_of_head(config.head.kind)}
 
     def names_of_head(self, head: str) -> dict[str, str]:
         """Return the names of the modules of a fine-tuned head."""
@@ -141,7 +141,7 @@ _BERT_SETTINGS = {
     "segments": "type_vocab_size",
     "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
-    "layer_norm_epsilon": "layer_norm_eps",
+    "norm.epsilon": "layer_norm_eps",
     "initializer_stddev": "initializer_range",
     "tied_decoder": "tie_word_embeddings",
     "causal": "is_decoder",
@@ -215,17 +215,17 @@ MODERNBERT = Family(
         "positions": "max_position_embeddings",
         "dropout": "mlp_dropout",
         "attention_dropout": "attention_dropout",
-        "layer_norm_epsilon": "norm_eps",
-        "norm": "norm",
+        "norm.epsilon": "norm_eps",
+        "norm.kind": "norm",
         "bias": "attention_bias",
-        "local_window": "local_attention",
-        "global_every": "global_attn_every_n_layers",
+        "local.window": "local_attention",
+        "local.global_every": "global_attn_every_n_layers",
         "rope_theta": "global_rope_theta",
-        "local_rope_theta": "local_rope_theta",
+        "local.rope_theta": "local_rope_theta",
         "initializer_stddev": "initializer_range",
         "tied_decoder": "tie_word_embeddings",
         "decoder_bias": "decoder_bias",
-        "head_pooling": "classifier_pooling",
+        "head.pooling": "classifier_pooling",
     },
     activation="hidden_activation",
     defaults={
@@ -233,15 +233,15 @@ MODERNBERT = Family(
         "vocab_size": 50_368,
     },
     fixed={
-        "norm_position": "pre",
-        "embedding_norm": True,
-        "final_norm": True,
+        "norm.position": "pre",
+        "norm.embeddings": True,
+        "norm.final": True,
         "position_kind": "rope",
         "gated_feed_forward": True,
-        "qk_norm": False,
+        "norm.qk": False,
         "segments": 0,
         "transform": True,
-        "head_layer": "transform",
+        "head.layer": "transform",
     },
     head_names={"span": {"classifier": "classifier"}},
     token_ids={
@@ -341,7 +341,7 @@ DISTILBERT = Family(
     },
     activation="activation",
     defaults={"vocab_size": 30_522, "layers": 6},
-    fixed={"segments": 0, "layer_norm_epsilon": 1e-12, "pooler_activation": "relu"},
+    fixed={"segments": 0, "norm.epsilon": 1e-12, "pooler_activation": "relu"},
     head_names={head: {"pooler": "pre_classifier"} for head in ("sequence", "choice")},
 )
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config.schema import HEADS, ModelConfig
+from bert_jax.config.schema import HEADS, ModelConfig, with_fields
+from bert_jax.config.schema import flatten as flatten_config
 from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import SPECIAL, VOCAB, Vocabulary
@@ -28,22 +29,26 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-# Parts of a model that a field of `ModelConfig` of the same name adds.
-_PARTS = ("masked_lm", "next_sentence", "replaced_token")
+# Part of a model → field of `ModelConfig` that adds it.
+_PARTS = {
+    "masked_lm": "masked_lm",
+    "next_sentence": "next_sentence",
+    "replaced_token": "electra.replaced_token",
+}
 # Fields that must have their defaults in a family that names no other value and no setting.
 _OPTIONS = (
     "position_kind",
-    "local_window",
+    "local.window",
     "gated_feed_forward",
     "bias",
-    "qk_norm",
-    "norm",
-    "norm_position",
-    "embedding_norm",
-    "final_norm",
+    "norm.qk",
+    "norm.kind",
+    "norm.position",
+    "norm.embeddings",
+    "norm.final",
     "decoder_bias",
-    "head_layer",
-    "head_pooling",
+    "head.layer",
+    "head.pooling",
 )
 
 
@@ -248,12 +253,12 @@ def model_config(
         raise UserError(
             f"config.json: is_decoder is True, which is not supported for {family.title}"
         )
-    default = ModelConfig(**family.defaults)
+    default = flatten_config(with_fields(ModelConfig(), family.defaults))
     values: dict[str, Any] = {"family": kind, "activation": _ACTIVATIONS[activation]}
     values |= family.fixed
     for ours, theirs in family.settings.items():
-        value = settings.get(theirs, getattr(default, ours))
-        expected = type(getattr(default, ours))
+        value = settings.get(theirs, default[ours])
+        expected = type(default[ours])
         if expected is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if type(value) is not expected or (expected is int and not 0 < value < 1 << 31):
@@ -283,12 +288,13 @@ def model_config(
         # Poolers of causal models here read the last token, not the first. Its tensors are reported
         # as unexpected.
         parts = [part for part in parts if part != "pooler"]
-    values |= {part: part in parts for part in _PARTS}
+    values |= {field: part in parts for part, field in _PARTS.items()}
     if "head" in parts:
-        values |= {"head": head, "labels": _labels(family, settings, tensors, head)}
+        labels = _labels(family, settings, tensors, head)
+        values |= {"head.kind": head, "head.labels": labels}
         if head == "sequence":
-            values["problem_type"] = settings.get("problem_type") or ""
-    config = ModelConfig(**values)
+            values["head.problem_type"] = settings.get("problem_type") or ""
+    config = with_fields(ModelConfig(), values)
     config.pooler = "pooler" in parts and not config.has_pooler
     return config
 
@@ -345,37 +351,42 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
             f"{family.title} the first"
         )
     is_used: dict[str, bool] = {
-        **dict.fromkeys(("head_layer", "head_pooling"), bool(config.head)),
+        **dict.fromkeys(("head.layer", "head.pooling"), bool(config.head.kind)),
         "decoder_bias": config.masked_lm,
         "pooler_activation": config.has_pooler,
     }
+    values, default = flatten_config(config), flatten_config(ModelConfig())
     hidden_act = next(k for k, v in _ACTIVATIONS.items() if v == config.activation)
     impossible = {
-        "lstm_layers": config.lstm_layers,
-        "features": config.features,
+        "head.lstm_layers": config.head.lstm_layers,
+        "head.features": config.head.features,
         "transform": config.masked_lm and not config.transform,
         "segments": "segments" in family.settings and not config.segments,
         "causal": config.causal and not family.causal_class,
         **{
-            key: getattr(config, key) != family.fixed.get(key, getattr(ModelConfig(), key))
+            key: values[key] != family.fixed.get(key, default[key])
             for key in (*_OPTIONS, *family.fixed)
             if key not in family.settings and is_used.get(key, True)
         },
         "activation": hidden_act not in (family.activations or (hidden_act,)),
         "embedding_size": "embedding_size" not in family.settings
         and config.embedding_width != config.hidden,
-        **dict.fromkeys(sorted({*parts_of(config)} - {*family.parts_with(config.head)}), True),
+        **{
+            _PARTS.get(part, part): True
+            for part in parts_of(config)
+            if part not in family.parts_with(config.head.kind)
+        },
     }
     for key in (key for key, is_so in impossible.items() if is_so):
         raise UserError(
-            f"config.model.{key} is {getattr(config, key)!r}, which transformers' {family.title} "
+            f"config.model.{key} is {values.get(key, True)!r}, which transformers' {family.title} "
             "does not support"
         )
     settings: Settings = {
         "architectures": [architecture(config)],
         "model_type": config.family,
         family.activation: hidden_act,
-        **{theirs: getattr(config, ours) for ours, theirs in family.settings.items()},
+        **{theirs: values[ours] for ours, theirs in family.settings.items()},
         "pad_token_id": vocabulary.pad_id,
         **{theirs: getattr(vocabulary, ours) for theirs, ours in family.token_ids.items()},
         "position_embedding_type": "absolute",
@@ -383,18 +394,18 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     }
     if "embedding_size" in family.settings:
         settings[family.settings["embedding_size"]] = config.embedding_width
-    if config.problem_type:
-        settings["problem_type"] = config.problem_type
-    if HEADS[config.head].labels is None:
-        settings["id2label"] = {str(i): label for i, label in enumerate(config.labels)}
-        settings["label2id"] = {label: i for i, label in enumerate(config.labels)}
+    if config.head.problem_type:
+        settings["problem_type"] = config.head.problem_type
+    if HEADS[config.head.kind].labels is None:
+        settings["id2label"] = {str(i): label for i, label in enumerate(config.head.labels)}
+        settings["label2id"] = {label: i for i, label in enumerate(config.head.labels)}
     return settings
 
 
 def architecture(config: ModelConfig) -> str:
     """Return the transformers class with most of the model's parts and, if possible, no others."""
     family = FAMILIES[config.family]
-    if config.causal and config.masked_lm and not config.head:
+    if config.causal and config.masked_lm and not config.head.kind:
         return f"{family.class_prefix}{family.causal_class}"
     ours = {*parts_of(config)}
 
@@ -402,15 +413,21 @@ def architecture(config: ModelConfig) -> str:
         parts, head = item[1]
         shared = ours & {*parts}
         # Of two classes with as many parts, take the one with more heads.
-        return head == config.head, -len({*parts} - ours), len(shared), len(shared - {"pooler"})
+        return (
+            head == config.head.kind,
+            -len({*parts} - ours),
+            len(shared),
+            len(shared - {"pooler"}),
+        )
 
     return max(family.all_classes().items(), key=fits)[0]
 
 
 def parts_of(config: ModelConfig) -> list[str]:
     """Return the optional parts of a model, keys of `Family.parts_with`."""
-    parts = {"pooler": config.has_pooler, **{part: getattr(config, part) for part in _PARTS}}
-    parts["head"] = bool(config.head)
+    values = flatten_config(config)
+    parts = {"pooler": config.has_pooler, **{part: values[key] for part, key in _PARTS.items()}}
+    parts["head"] = bool(config.head.kind)
     return [part for part, is_present in parts.items() if is_present]
 
 

@@ -85,7 +85,7 @@ def to_hf(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
     norm = settings.pop("norm")
     if norm not in _NORMS.values():
         raise UserError(
-            f"config.model.norm is {norm!r}, which transformers' ModernBERT does not support"
+            f"config.model.norm.kind is {norm!r}, which transformers' ModernBERT does not support"
         )
     settings["norm_bias"] = norm == _NORMS[True]
     for first, *others in _SAME:

@@ -265,7 +265,8 @@ def import_summary(imported: Imported) -> str:
     """Return a summary of an import, in a few lines."""
     model, vocabulary, about = imported.config.model, imported.vocabulary, imported.about
     parts = [
-        f"head ({model.head})" if part == "head" else part for part in huggingface.parts_of(model)
+        f"head ({model.head.kind})" if part == "head" else part
+        for part in huggingface.parts_of(model)
     ]
     case = "uncased" if vocabulary.lowercase else "cased"
     if isinstance(vocabulary, TokenizerVocabulary):

@@ -119,7 +119,7 @@ class MaskProbe:
     ):
         if model.causal or not model.masked_lm:
             raise UserError(
-                "config.sample_texts: a causal model or ELECTRA does not fill in masks; set it to ''"
+                "config.sample_texts: a causal model or ELECTRA does not fill in masks; set it to ()"
             )
         inputs = jax.device_get(inputs_of(vocabulary, texts, model.positions))
         is_mask = inputs.tokens == vocabulary.mask_id

@@ -77,7 +77,7 @@ def evaluate_run(
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, FinetuneConfig)
     if dataset is None:
-        dataset = load_dataset(config.task, vocabulary, config.model.labels, training=False)
+        dataset = load_dataset(config.task, vocabulary, config.model.head.labels, training=False)
         for data in workdir.read_data(folder):
             for split, digest in data.get("splits", {}).items():
                 if split in dataset.splits and finetuning.digest(dataset, [split]) != digest:
@@ -148,7 +148,7 @@ def predict_new(
     `source` is as for `predict_file`. The metrics of `folder`, the workdir, have the threshold of
     SQuAD 2.0.
     """
-    dataset = load_dataset(config.task, vocabulary, config.model.labels, new=source)
+    dataset = load_dataset(config.task, vocabulary, config.model.head.labels, new=source)
     if isinstance(dataset, Squad):
         dataset = dataset.tuned(read_metrics(folder, step).get("dev", {}))
     return dataset, predict(config, params, dataset, "new", MeshConfig())

@@ -329,12 +329,12 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
             "XLA_FLAGS=--xla_gpu_deterministic_ops=false"
         )
     for key, requested, supported in (
-        ("position_kind", model.position_kind == "alibi", False),
-        ("local_window", model.local_window, kernel.is_local),
+        (f"position_kind is {model.position_kind!r}", model.position_kind == "alibi", False),
+        (f"local.window is {model.local.window}", model.local.window, kernel.is_local),
     ):
         if requested and not supported:
             return (
-                f"config.model.{key} is {getattr(model, key)!r}, which {name} does not support: "
+                f"config.model.{key}, which {name} does not support: "
                 "set config.model.attention to 'xla'"
             )
     if model.dtype not in kernel.dtypes:

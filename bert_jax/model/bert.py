@@ -93,16 +93,16 @@ class Bert(nn.Module):
             tokens: token ids.
             layout: layout of the rows.
             positions: tokens of each row whose masked-LM logits are returned; None for all.
-            key: key of dropout; None for none. The encoder below a head on `config.features` is frozen
+            key: key of dropout; None for none. The encoder below a head on `config.head.features` is frozen
                 and has none.
             outputs: fields of `Outputs` to compute, static; `hidden` always is.
         """
         c = self.config
-        encoder_key = None if c.features else key
+        encoder_key = None if c.head.features else key
         embeddings = Embeddings(c, name="embeddings")
         encoder = Encoder(c, name="encoder")
         x = embeddings(tokens, layout, fold_in(encoder_key, 0))
-        all_layers = bool(c.features) or "states" in outputs
+        all_layers = bool(c.head.features) or "states" in outputs
         states = [x, *encoder(x, layout, fold_in(encoder_key, 1), all_layers)]
         hidden = states[-1]
         result = {"hidden": hidden, "states": states if "states" in outputs else None}
@@ -110,7 +110,7 @@ class Bert(nn.Module):
             selected = hidden if positions is None else one_hot_gather(hidden, positions)
             table = embeddings.word.embedding
             result["masked_lm"] = MaskedLM(c, name="masked_lm")(selected, table)
-        if c.replaced_token and "replaced_token" in outputs:
+        if c.electra.replaced_token and "replaced_token" in outputs:
             result["replaced_token"] = ReplacedToken(c, name="replaced_token")(hidden)
         pooler = dense(c, c.hidden, "pooler") if c.has_pooler else None
         if pooler and {"pooled", "next_sentence"} & {*outputs}:
@@ -118,7 +118,7 @@ class Bert(nn.Module):
             if c.next_sentence:
                 logits = dense(c, 2, "next_sentence", is_output=True)(result["pooled"])
                 result["next_sentence"] = logits
-        if c.head and "head" in outputs:
+        if c.head.kind and "head" in outputs:
             result["head"] = self._classify(states, layout, pooler, fold_in(key, 2))
         return Outputs(**result)
 
@@ -133,28 +133,28 @@ class Bert(nn.Module):
         encoder (section 5.3) go to the classifier without it.
         """
         c, hidden = self.config, states[-1]
-        if c.features:
+        if c.head.features:
             selected = [jax.lax.stop_gradient(states[i]) for i in c.feature_layers]
-            is_weighted = c.features.startswith("weighted-")
+            is_weighted = c.head.features.startswith("weighted-")
             mix = (
                 ScalarMix(name="features")
                 if is_weighted
                 else functools.partial(jnp.concatenate, axis=-1)
             )
             hidden = mix(selected)
-        if c.lstm_layers:
+        if c.head.lstm_layers:
             hidden = BiLSTM(c, name="lstm")(hidden, layout.segment_ids)
-        if HEADS[c.head].pooled:
-            if c.head_pooling == "mean":
+        if HEADS[c.head.kind].pooled:
+            if c.head.pooling == "mean":
                 hidden = pool_tokens(hidden, layout, "mean").astype(hidden.dtype)
             else:
                 hidden = one_hot_gather(hidden, first_tokens(c, layout))
-            if c.head_layer == "pooler" and not (c.features or c.lstm_layers):
+            if c.head.layer == "pooler" and not (c.head.features or c.head.lstm_layers):
                 hidden = self._pool(pooler, hidden)
         if c.has_head_transform:
             hidden = HeadTransform(c, name="head")(hidden)
         hidden = dropout(hidden, c.dropout, key)
-        return dense(c, len(c.labels), "classifier", is_output=True)(hidden)
+        return dense(c, len(c.head.labels), "classifier", is_output=True)(hidden)
 
 
 def first_tokens(config: ModelConfig, layout: Layout) -> Int[Array, "B S"]:
@@ -169,7 +169,7 @@ _INITIALIZERS: dict[str, Callable[[Key[Array, ""]], Params]] = {}
 def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     """Return random parameters of the whole model, with those that only pretraining uses.
 
-    Each depends on the key and its path alone. With `config.base_hidden` they are scaled by
+    Each depends on the key and its path alone. With `config.mup.base_hidden` they are scaled by
     `mup.scales`.
     """
     # JAX reuses the trace of a jitted function: a run first needs the shapes, then the values.
@@ -192,7 +192,7 @@ def _init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
         table = jnp.zeros((padded_vocab_size(config), config.hidden))
         boundary = SpanBoundary(config).init(key, hidden, hidden, ones, table)
         params["span_boundary"] = boundary["params"]
-    if config.generator_hidden:
+    if config.electra.generator_hidden:
         generator = dict(init(config.generator()))
         embeddings = generator.pop("embeddings")
         params["generator"] = generator | {k: embeddings[k] for k in embeddings if k == "project"}
@@ -224,7 +224,7 @@ def draw_params(config: ModelConfig, params: Params, key: Key[Array, ""]) -> Par
                 flat[path] = jnp.pad(matrix, padding)
             else:
                 flat[path] = matrix.reshape(value.shape)
-    if config.base_hidden:
+    if config.mup.base_hidden:
         flat = {path: mup.scales(config, path)[0] * x for path, x in flat.items()}
     return unflatten(flat)
 

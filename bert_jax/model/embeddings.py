@@ -33,7 +33,7 @@ class Embeddings(nn.Module):
             self.position = table(c.positions)
         if c.segments:
             self.segment = table(c.segments)
-        if c.embedding_norm:
+        if c.norm.embeddings:
             self.norm = norm_layer(c)
         if size != c.hidden:
             self.project = dense(c, c.hidden)
@@ -57,5 +57,5 @@ class Embeddings(nn.Module):
             else:
                 x += one_hot_gather(segments, layout.token_type_ids)
         x = x.astype(c.dtype)
-        x = dropout(self.norm(x) if c.embedding_norm else x, c.dropout, key)
+        x = dropout(self.norm(x) if c.norm.embeddings else x, c.dropout, key)
         return x if c.embedding_width == c.hidden else self.project(x)

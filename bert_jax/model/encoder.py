@@ -62,7 +62,7 @@ def attention_context(config: ModelConfig, layout: Layout) -> AttentionContext:
     head_size, theta = config.hidden // config.heads, config.rope_theta
     global_rotation, local_rotation = (
         rotation(layout.position_ids, head_size, base)
-        for base in (theta, config.local_rope_theta or theta)
+        for base in (theta, config.local.rope_theta or theta)
     )
     return AttentionContext(layout.segment_ids, (global_rotation, local_rotation))
 
@@ -72,7 +72,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
         is_local: whether attention is local.
-        has_attention_norm: whether attention has a norm; see `config.norm_position`.
+        has_attention_norm: whether attention has a norm; see `config.norm.position`.
     """
 
     is_local: bool
@@ -81,7 +81,7 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(config: ModelConfig) -> list[LayerKind]:
     """Return the kind of every layer."""
-    is_normed = config.norm_position == "pre" and config.embedding_norm
+    is_normed = config.norm.position == "pre" and config.norm.embeddings
     return [LayerKind(config.is_local(i), not (is_normed and i == 0)) for i in range(config.layers)]
 
 
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         self.output = dense(c, c.hidden, num_axes=2, target="output")
         if self.kind.has_attention_norm:
             self.norm = norm_layer(c)
-        if c.qk_norm:
+        if c.norm.qk:
             self.query_norm, self.key_norm = norm_layer(c), norm_layer(c)
 
     def __call__(
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         with jax.named_scope("attend"):
             y = attention(q, k, v, *settings, **self._pattern)
         y = sharding.keep_rows(x + dropout(self.output(y), c.dropout, fold_in(key, 1)))
-        return y if c.norm_position == "pre" else self.norm(y)
+        return y if c.norm.position == "pre" else self.norm(y)
 
     def query_key_value(
         self, x: Float[Array, "B T D"], context: AttentionContext
@@ -136,12 +136,12 @@ class Attention(nn.Module):
         return probabilities(q, k, context.segment_ids, **self._pattern)
 
     def _input(self, x):
-        is_normed = self.config.norm_position == "pre" and self.kind.has_attention_norm
+        is_normed = self.config.norm.position == "pre" and self.kind.has_attention_norm
         return self.norm(x) if is_normed else x
 
     def _queries_and_keys(self, x, context):
         q, k = self.query(x), self.key(x)
-        if self.config.qk_norm:
+        if self.config.norm.qk:
             q, k = self.query_norm(q), self.key_norm(k)
         if context.rotations is not None:
             by = context.rotations[self.kind.is_local]
@@ -151,7 +151,7 @@ class Attention(nn.Module):
     @property
     def _pattern(self) -> dict[str, Any]:
         c = self.config
-        reach = c.local_window // 2 if self.kind.is_local else 0
+        reach = c.local.window // 2 if self.kind.is_local else 0
         return {"causal": c.causal, "reach": reach, "alibi": c.position_kind == "alibi"}
 
 
@@ -165,7 +165,7 @@ class FeedForward(nn.Module):
         self, x: Float[Array, "B T D"], key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
         c, norm = self.config, norm_layer(self.config, "norm")
-        pre = c.norm_position == "pre"
+        pre = c.norm.position == "pre"
         y = norm(x) if pre else x
         wide = ACTIVATIONS[c.activation](
             dense(c, c.feed_forward, "intermediate", target="intermediate")(y)
@@ -216,7 +216,7 @@ class Encoder(nn.Module):
                 states.append(x)
         else:
             states = self._run(x, context, key, all_layers)
-        if c.final_norm:
+        if c.norm.final:
             states[-1] = norm_layer(c, "norm")(states[-1])
         return states
 
@@ -251,7 +251,7 @@ class Encoder(nn.Module):
 
         # A scan repeats groups of `period` layers, whose kinds are static. The first layer is not in
         # them if it lacks a norm, and the last ones are not if they do not fill a group.
-        period = c.global_every if c.local_window else 1
+        period = c.local.global_every if c.local.window else 1
         first = int(not kinds[0].has_attention_norm)
         groups = (c.layers - first) // period if c.layer_loop == "scanned" else 0
         if groups == 0:

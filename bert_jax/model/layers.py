@@ -333,15 +333,15 @@ def dense(
 
 
 def norm_layer(config: ModelConfig, name: str | None = None) -> nn.Module:
-    """Return the norm that `config.norm` selects, over the last axis."""
-    if config.norm == "rms_norm":
-        return nn.RMSNorm(config.layer_norm_epsilon, dtype=config.dtype, name=name)
+    """Return the norm that `config.norm.kind` selects, over the last axis."""
+    if config.norm.kind == "rms_norm":
+        return nn.RMSNorm(config.norm.epsilon, dtype=config.dtype, name=name)
     # The fast variance E[x²] - E[x]² suffers from cancellation in float32 and would break parity
     # with the reference implementations.
     return nn.LayerNorm(
-        config.layer_norm_epsilon,
+        config.norm.epsilon,
         dtype=config.dtype,
-        use_bias=config.norm == "layer_norm",
+        use_bias=config.norm.kind == "layer_norm",
         use_fast_variance=False,
         name=name,
     )

@@ -83,6 +83,6 @@ class BiLSTM(nn.Module):
     def __call__(
         self, x: Float[Array, "B T n"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T m"]:
-        for i in range(self.config.lstm_layers):
+        for i in range(self.config.head.lstm_layers):
             x = BiLSTMLayer(self.config, name=f"layer_{i}")(x, segment_ids)
         return x

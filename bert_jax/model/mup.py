@@ -1,6 +1,6 @@
 """Maximal update parametrization (muP): settings that carry over from a narrow model to a wide one.
 
-Yang et al. 2022 (arXiv 2203.03466), table 8, for Adam. With `config.base_hidden`, the hidden size for
+Yang et al. 2022 (arXiv 2203.03466), table 8, for Adam. With `config.mup.base_hidden`, the hidden size for
 which `initializer_stddev` and the learning rate are meant, wider models have the initial values and
 learning rates with which activations change by as much in every step. The size of attention heads
 must not depend on the width, so that scores keep their scale.
@@ -24,9 +24,9 @@ _TIED = (r"^masked_lm/norm/(scale|bias)$", 1, 1)
 
 def scales(config: ModelConfig, path: str) -> tuple[float, float]:
     """Return the factors of a parameter's initial values and of its learning rate."""
-    if not config.base_hidden:
+    if not config.mup.base_hidden:
         return 1.0, 1.0
-    ratio = config.base_hidden / config.hidden
+    ratio = config.mup.base_hidden / config.hidden
     for pattern, stddev, rate in (_HIDDEN, _OUTPUT, *[_TIED] * config.tied_decoder):
         if re.search(pattern, path):
             return ratio**stddev, ratio**rate

@@ -50,13 +50,13 @@ class ReplacedTokens(MaskedLM):
         """The arguments are those of `MaskedLM`."""
         model: ModelConfig = args[0]
         size = model.hidden // model.heads
-        if model.generator_hidden % size:
+        if model.electra.generator_hidden % size:
             raise UserError(
-                f"config.model.generator_hidden is {model.generator_hidden}: it must be a multiple of "
+                f"config.model.electra.generator_hidden is {model.electra.generator_hidden}: it must be a multiple of "
                 f"{size}, the size of an attention head"
             )
         super().__init__(*args)
-        self.loss_scales = {LOSS: self.model.config.replaced_token_weight}
+        self.loss_scales = {LOSS: self.model.config.electra.loss_weight}
 
     def make_inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:  # pyright: ignore
         """Convert rows to inputs on the device, masked as a function of the key."""

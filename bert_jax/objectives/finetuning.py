@@ -12,7 +12,7 @@ import numpy as np
 
 from bert_jax.config import schema as config_lib
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig
+from bert_jax.config.schema import ElectraConfig, EmbedConfig, FinetuneConfig, ModelConfig
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.huggingface import shorten
 from bert_jax.convert.source import open_model
@@ -225,7 +225,7 @@ def model_config(
 
     has_new_pooler = start is not None and not start.has_pooler
     # Settings of the head are the config's if it sets them, else the checkpoint's.
-    head_fields = ["head_layer", "head_pooling", *["pooler_activation"] * has_new_pooler]
+    head_fields = ["head.layer", "head.pooling", *["pooler_activation"] * has_new_pooler]
     model = inherit(
         config.model,
         start or config.model,
@@ -238,12 +238,11 @@ def model_config(
         masked_lm=False,
         next_sentence=False,
         span_boundary=False,
-        replaced_token=False,
-        generator_hidden=0,
+        electra=ElectraConfig(),
         pooler=False,
-        head=dataset.head,
-        labels=tuple(dataset.labels),
-        problem_type="",
+        head=dataclasses.replace(
+            model.head, kind=dataset.head, labels=tuple(dataset.labels), problem_type=""
+        ),
         lora=config.lora,
     )
     is_default = model.pooler_activation == default and not is_set("pooler_activation")
@@ -270,7 +269,7 @@ def restored(
     model = config.model
     kept = range(model.layers - config.reset_layers)
     new = [f"encoder/layer_{i}" for i in range(model.layers) if i not in kept]
-    if model.head:
+    if model.head.kind:
         new.append("classifier")
     if model.has_pooler and not start.has_pooler:
         new.append("pooler")
@@ -280,9 +279,9 @@ def restored(
             params = params | {"head": {k: params["masked_lm"][k] for k in ("transform", "norm")}}
         else:
             new.append("head")
-    if model.features.startswith("weighted-"):
+    if model.head.features.startswith("weighted-"):
         new.append("features")
-    if model.lstm_layers:
+    if model.head.lstm_layers:
         new.append("lstm")
     if model.lora.rank:
         new.append("adapters")
@@ -372,7 +371,7 @@ def make_phase(
     counts = {name: len(examples) for name, examples in dataset.splits.items()}
     digests = {name: digest(dataset, [name]) for name in dataset.splits}
     data: dict[str, Any] = {"digest": digest(dataset), "splits": digests, "examples": counts}
-    if not config.model.head:  # elsewhere, settings of `embed` do not affect training
+    if not config.model.head.kind:  # elsewhere, settings of `embed` do not affect training
         data["objective"] = f"contrastive, {config.embed.pooling} pooling"
     if teacher:
         data["teacher"] = params_digest(teacher.params)

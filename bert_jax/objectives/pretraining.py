@@ -47,15 +47,15 @@ def make_phases(
     """
     config = _with_warmup(config)
     model = config.model
-    if not (model.masked_lm or model.generator_hidden) or model.head:
+    if not (model.masked_lm or model.electra.generator_hidden) or model.head.kind:
         raise UserError(
             "config.model: pretraining needs head='' and masked_lm=True, or generator_hidden above 0 "
             "(ELECTRA)"
         )
-    if model.replaced_token and not model.generator_hidden and objective is None:
+    if model.electra.replaced_token and not model.electra.generator_hidden and objective is None:
         raise UserError(
-            "config.model.replaced_token is True: it must be false without a generator "
-            "(config.model.generator_hidden)"
+            "config.model.electra.replaced_token is True: it must be false without a generator "
+            "(config.model.electra.generator_hidden)"
         )
     skip = _warn if config.damaged_rows == "skip" else None
     phases: list[Phase] = []
@@ -203,7 +203,7 @@ def _phase(
         objective = distillation.objective(config, teacher)
     if objective is None:
         objective = CausalLM if config.model.causal else MaskedLM
-        if config.model.generator_hidden:
+        if config.model.electra.generator_hidden:
             objective = ReplacedTokens
     first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase_config.batch_size or config.batch_size

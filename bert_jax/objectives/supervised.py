@@ -49,7 +49,7 @@ class Supervised:
     """A fine-tuning objective: cross-entropy of one label per example or token, or a subclass's loss.
 
     Attributes:
-        head: the value of `config.model.head`, a key of `config.HEADS`.
+        head: the value of `config.model.head.kind`, a key of `config.HEADS`.
         pooling: how an objective without a head pools the vectors of texts.
     """
 
@@ -87,10 +87,13 @@ class Supervised:
                 f"config.distill.teacher is {config.teacher!r}: this task cannot be distilled, only "
                 "classification, regression and tagging"
             )
-        if teacher.model.head != self.head or teacher.model.labels != self.model.config.labels:
+        if (
+            teacher.model.head.kind != self.head
+            or teacher.model.head.labels != self.model.config.head.labels
+        ):
             raise UserError(
                 f"the teacher {config.teacher} is not fine-tuned on this task: its labels are "
-                f"{', '.join(teacher.model.labels) or 'none'}"
+                f"{', '.join(teacher.model.head.labels) or 'none'}"
             )
         longest = max(
             len(ids) for examples in self.dataset.splits.values() for ids in examples.tokens

@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Float
 
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import Config, ModelConfig
+from bert_jax.config.schema import Config, LoraConfig, ModelConfig, with_fields
+from bert_jax.config.schema import flatten as flatten_config
 from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
@@ -26,8 +27,8 @@ from bert_jax.model.layers import change_vocabulary
 # config: dropout must be possible on a model pretrained without it, and the modules between encoder
 # and head are reinitialized with the head.
 _RUN_FIELDS = (
-    "lstm_layers",
-    "features",
+    "head.lstm_layers",
+    "head.features",
     "dropout",
     "attention_dropout",
     "dropout_generator",
@@ -35,7 +36,7 @@ _RUN_FIELDS = (
     "dtype",
     "layer_loop",
     "remat",
-    "lora",
+    *(f"lora.{field.name}" for field in dataclasses.fields(LoraConfig)),
 )
 # Further fields that pretraining takes from its config.
 _PRETRAINING_FIELDS = (
@@ -43,14 +44,14 @@ _PRETRAINING_FIELDS = (
     "masked_lm",
     "next_sentence",
     "span_boundary",
-    "replaced_token",
-    "generator_hidden",
-    "replaced_token_weight",
+    "electra.replaced_token",
+    "electra.generator_hidden",
+    "electra.loss_weight",
     "z_loss",
     "pooler",
-    "head",
-    "labels",
-    "problem_type",
+    "head.kind",
+    "head.labels",
+    "head.problem_type",
 )
 # Fields of a masked-LM head, which come with it.
 _MASKED_LM_FIELDS = ("transform", "tied_decoder", "decoder_bias")
@@ -93,23 +94,22 @@ def inherit(
         where: name of the checkpoint in errors.
         advice: what to do instead of removing a setting, for errors.
     """
-    model = copy.deepcopy(source)
-    for field in dataclasses.fields(ModelConfig):
-        value, existing = getattr(requested, field.name), getattr(source, field.name)
-        if field.name in _RUN_FIELDS or field.name in free:
-            setattr(model, field.name, value)
-        elif value != existing and is_set(field.name):
+    existing, taken = flatten_config(source), {}
+    for name, value in flatten_config(requested).items():
+        if name in _RUN_FIELDS or name in free:
+            taken[name] = value
+        elif value != existing[name] and is_set(name):
             raise UserError(
-                f"config.model.{field.name} is {value!r}, {where}'s is {existing!r}: remove the "
+                f"config.model.{name} is {value!r}, {where}'s is {existing[name]!r}: remove the "
                 f"setting, or {advice}"
             )
-    return model
+    return with_fields(source, taken)
 
 
 def is_changed(requested: ModelConfig) -> Callable[[str], bool]:
     """Return a function from the name of a field to whether its value is not the default."""
-    default = ModelConfig()
-    return lambda name: getattr(requested, name) != getattr(default, name)
+    values, default = flatten_config(requested), flatten_config(ModelConfig())
+    return lambda name: values[name] != default[name]
 
 
 def params_digest(params: Params) -> str:

@@ -263,7 +263,7 @@ def activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
     tokens, layers = phase.tokens, 0.0
     score_size = 0.0 if config.model.attention in attention.KERNELS else 2.0
     score_size += 0.5 * bool(config.model.attention_dropout)
-    generators = [config.model.generator()] if config.model.generator_hidden else []
+    generators = [config.model.generator()] if config.model.electra.generator_hidden else []
     for model in [config.model, *generators]:
         size = 2 if model.dtype == "bfloat16" else 4
         wide = model.feed_forward * (1 + model.gated_feed_forward)

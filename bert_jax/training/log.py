@@ -69,7 +69,7 @@ class Log:
             self._speed = workdir.JsonlFile(folder / "speed.jsonl", step)
             self._board = _Board(folder / "tensorboard", step)
             self._files = [self._metrics, self._speed]
-            if getattr(config, "sample_texts", ""):
+            if getattr(config, "sample_texts", ()):
                 self._samples = workdir.JsonlFile(folder / workdir.SAMPLES, step)
                 self._files.append(self._samples)
 

@@ -212,7 +212,7 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
 
     Layer-wise decay is that of ELECTRA's code (google-research/electra, `optimization.py`), in which
     the last layer is two steps of decay below the heads, and the scale by width muP
-    (`model.mup`). With `config.model.features` or adapters (`config.model.lora`) the whole encoder
+    (`model.mup`). With `config.model.head.features` or adapters (`config.model.lora`) the whole encoder
     is frozen, except for the adapters.
     """
     layers, frozen = config.model.layers, getattr(config, "frozen_layers", 0)
@@ -222,7 +222,7 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
         if frozen and depth <= frozen:
             return 0.0
         is_adapter = path[-1].key in ("lora_a", "lora_b")
-        is_frozen = config.model.features or (config.model.lora.rank and not is_adapter)
+        is_frozen = config.model.head.features or (config.model.lora.rank and not is_adapter)
         if is_frozen and path[0].key in ("embeddings", "encoder"):
             return 0.0
         name = "/".join(str(key.key) for key in path)
@@ -267,8 +267,8 @@ def make_optimizer(run: TrainConfig) -> optax.GradientTransformation:
     if config.optimizer == "lamb":
         transforms.append(optax.masked(optax.scale_by_trust_ratio(), decay_mask))
     transforms.append(optax.scale_by_learning_rate(schedule(config, run.steps)))
-    frozen = getattr(run, "frozen_layers", 0) or run.model.features
-    if config.layer_decay != 1 or frozen or run.model.base_hidden:
+    frozen = getattr(run, "frozen_layers", 0) or run.model.head.features
+    if config.layer_decay != 1 or frozen or run.model.mup.base_hidden:
         transforms.append(
             optax.stateless(
                 lambda updates, _: jax.tree.map(

@@ -55,7 +55,7 @@ def open_trackers(
     for variable, value in _LIMITS.items():
         os.environ.setdefault(variable, value)
     trackers = {}
-    for name in filter(None, config.trackers.split(",")):
+    for name in config.trackers:
         with _one_line_errors(name):
             trackers[name] = makers[name](settings, folder, run)
     return trackers

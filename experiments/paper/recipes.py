@@ -305,7 +305,7 @@ TASKS: dict[str, dict[str, Task]] = {
     },
 }
 # Overrides for fine-tuning on features, with a high rate since the LSTM is trained from scratch.
-LSTM = {"model.lstm_layers": 2, "optim.learning_rate": 1e-3}
+LSTM = {"model.head.lstm_layers": 2, "optim.learning_rate": 1e-3}
 PRETRAINED, RANDOM = "pretrained", "random weights"
 
 

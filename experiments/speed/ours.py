@@ -29,6 +29,7 @@ from bert_jax.config.schema import (
     Config,
     FinetuneConfig,
     ModelConfig,
+    MupConfig,
     OptimConfig,
 )
 from bert_jax.convert.source import open_model
@@ -482,7 +483,7 @@ def mup(hidden: int, base: int) -> Turn:
     _start()
     model = ModelConfig(
         layers=2, hidden=hidden, heads=hidden // 32, feed_forward=4 * hidden, vocab_size=1_000,
-        positions=32, dropout=0.0, attention_dropout=0.0, next_sentence=False, base_hidden=base,
+        positions=32, dropout=0.0, attention_dropout=0.0, next_sentence=False, mup=MupConfig(base),
     )  # fmt: skip
     settings = OptimConfig(optimizer="adamw", learning_rate=5e-3, warmup_steps=0, clip_norm=0.0)
     optimizer = optim.make_optimizer(Config(model=model, optim=settings, steps=1_000))

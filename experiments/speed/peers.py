@@ -79,8 +79,8 @@ def build(model: Any, positions: int) -> Any:
     kind = "BertForPreTraining" if model.next_sentence else "BertForMaskedLM"
     network = getattr(transformers, kind)(config)
     if not model.transform:
-        norm = torch.nn.LayerNorm(model.hidden, eps=model.layer_norm_epsilon)
-        network.cls.predictions.transform = norm if model.final_norm else torch.nn.Identity()
+        norm = torch.nn.LayerNorm(model.hidden, eps=model.norm.epsilon)
+        network.cls.predictions.transform = norm if model.norm.final else torch.nn.Identity()
     return network
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from bert_jax.config.schema import Config, ModelConfig
+from bert_jax.config.schema import Config, ModelConfig, with_fields
 from bert_jax.convert import source
 from bert_jax.convert.export import export
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
@@ -60,7 +60,7 @@ def small_config(**changes):
     values = dict(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24
     )  # fmt: skip
-    return ModelConfig(**{**values, **changes})
+    return with_fields(ModelConfig(), {**values, **changes})
 
 
 def random_params(config, seed=0):

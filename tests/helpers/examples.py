@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.schema import HeadConfig, ModelConfig, with_fields
 from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches
 from bert_jax.model.bert import shapes
 
@@ -65,11 +65,12 @@ class RandomExamples:
 
 
 def model_config(dataset, **changes):
-    values = dict(
+    model = ModelConfig(
         layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=40, positions=64, dropout=0.0,
         attention_dropout=0.0, masked_lm=False, next_sentence=False,
+        head=HeadConfig(dataset.head, dataset.labels),
     )  # fmt: skip
-    return ModelConfig(**{**values, "head": dataset.head, "labels": dataset.labels, **changes})
+    return with_fields(model, changes)
 
 
 def random_params(config, seed=0):

@@ -1,6 +1,5 @@
 """Small models, packed batches and losses for model tests."""
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import transformers
 from flax import linen as nn
 from flax import traverse_util
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.schema import ModelConfig, with_fields
 from bert_jax.config.sizes import model_size
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert
@@ -36,7 +35,7 @@ class Batch(NamedTuple):
 
 def make_config(size="L2-H32-A4", **changes) -> ModelConfig:
     defaults = {"vocab_size": 101, "positions": 64, "dropout": 0.0, "attention_dropout": 0.0}
-    return dataclasses.replace(model_size(size), **{**defaults, **changes})
+    return with_fields(model_size(size), {**defaults, **changes})
 
 
 def make_batch(rng, lengths, tokens, vocab=101, predictions=6) -> Batch:
@@ -68,7 +67,7 @@ def torch_bert(name, config, tensors, **changes):
     values = dict(
         vocab_size=config.vocab_size, hidden_size=config.hidden, num_hidden_layers=config.layers,
         num_attention_heads=config.heads, intermediate_size=config.feed_forward,
-        max_position_embeddings=config.positions, layer_norm_eps=config.layer_norm_epsilon,
+        max_position_embeddings=config.positions, layer_norm_eps=config.norm.epsilon,
         tie_word_embeddings=config.tied_decoder, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, attn_implementation="eager",
     )  # fmt: skip

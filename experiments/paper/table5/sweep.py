@@ -24,7 +24,7 @@ LOWER = {"no NSP": "base", "left-to-right, no NSP": "no NSP"}
 
 def get_points(args):
     """Return three pretraining runs on the same rows, and all four models on every task."""
-    without, lstm = {"model.next_sentence": "false"}, {"model.lstm_layers": 1}
+    without, lstm = {"model.next_sentence": "false"}, {"model.head.lstm_layers": 1}
     for seed in recipes.pretraining_seeds(args):
         causal = recipes.left_to_right(args, seed=seed)
         for label, start, changes in (

@@ -39,7 +39,7 @@ def get_points(args):
     for model, start in recipes.starts(args, capitals=True).items():
         yield recipes.finetuned(args, model, start, "NER", more=FINE_TUNED, features=FINE_TUNED)
         for features, name in features_of(model).items():
-            changes = recipes.LSTM | {"model.features": features}
+            changes = recipes.LSTM | {"model.head.features": features}
             yield recipes.finetuned(args, model, start, "NER", changes, features, features=name)
 
 

@@ -44,7 +44,7 @@ def pretrained(args, mix, seed):
 
 def get_points(args):
     """Return the fine-tuning of each mix, and training on the last four layers as features."""
-    lstm = recipes.LSTM | {"model.features": "last4"}
+    lstm = recipes.LSTM | {"model.head.features": "last4"}
     for seed in recipes.pretraining_seeds(args):
         for mix in MIXES:
             start = ["--init", pretrained(args, mix, seed)]
