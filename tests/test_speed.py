@@ -30,11 +30,11 @@ def speed():
 
 def test_contender_settings_match_maker_signatures(speed):
     for case in speed["cases"].CASES.values():
-        for contender in case.contenders.values():
-            module, function = contender.maker.split(":")
+        for path, settings in case.values():
+            module, function = path.split(":")
             maker = getattr(speed[module], function)
-            for settings in (contender.settings, speed["cases"].quick(contender.settings)):
-                inspect.signature(maker).bind(**settings)
+            for given in (settings, speed["cases"].quick(settings)):
+                inspect.signature(maker).bind(**given)
 
 
 @pytest.mark.nightly

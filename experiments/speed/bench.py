@@ -59,9 +59,9 @@ def work(name: str, contender: str, least: bool) -> None:
     # Redirect stdout to stderr for what libraries print.
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
-        spec = CASES[name].contenders[contender]
-        module, function = spec.maker.split(":")
-        settings = quick(spec.settings) if least else spec.settings
+        maker, settings = CASES[name][contender]
+        module, function = maker.split(":")
+        settings = quick(settings) if least else settings
         turn = getattr(importlib.import_module(module), function)(**settings)
         print("ready", file=output, flush=True)
         for _ in sys.stdin:
@@ -139,7 +139,7 @@ def machine() -> dict[str, Any]:
 
 def measure(name: str, pairs: int, least: bool) -> Iterator[list[dict[str, Any]]]:
     """Yield the results of each round, one line per contender."""
-    results: dict[str, dict[str, list]] = {contender: {} for contender in CASES[name].contenders}
+    results: dict[str, dict[str, list]] = {contender: {} for contender in CASES[name]}
     with contextlib.ExitStack() as stack:
         workers = {}
         for contender in results:
@@ -180,9 +180,7 @@ def keep(new: list[dict[str, Any]], finished: bool) -> None:
 
 
 def chosen(patterns: list[str]) -> list[str]:
-    """Return the cases that match any of the patterns, in the order of `CASES`.
-
-    Without patterns all but those for TPUs, which need another package and take hours each.
+    """Return the cases that match any of the patterns, all without patterns, in the order of `CASES`.
 
     Raises:
         SystemExit: a pattern matches no case.
@@ -190,7 +188,7 @@ def chosen(patterns: list[str]) -> list[str]:
     for pattern in patterns:
         if not fnmatch.filter(CASES, pattern):
             raise SystemExit(f"no case {pattern!r}; there are {', '.join(CASES)}")
-    return [name for name in CASES if any(fnmatch.fnmatch(name, p) for p in patterns or ["[!t]*"])]
+    return [name for name in CASES if any(fnmatch.fnmatch(name, p) for p in patterns or "*")]
 
 
 def main() -> None:
@@ -200,7 +198,7 @@ def main() -> None:
         epilog="cases: " + ", ".join(CASES),
     )  # fmt: skip
     parser.add_argument(
-        "cases", nargs="*", help="names or patterns such as 'pretrain-*' (default: all but tpu-*)"
+        "cases", nargs="*", help="names or patterns such as 'pretrain-*' (default: all)"
     )
     parser.add_argument("--pairs", type=int, default=10, help="rounds per case (default 10)")
     parser.add_argument(

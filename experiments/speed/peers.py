@@ -172,8 +172,8 @@ def pretrain(
     sequences: int,
     batch: int,
     steps: int,
-    gathered: bool,
-    compiled: bool,
+    gathered: bool = False,
+    compiled: bool = False,
 ) -> Turn:
     """Run training steps of a transformers model: fused AdamW, clipping and dropout, in float32.
 
@@ -516,30 +516,5 @@ def start(size: str, tokens: int, batch: int, compiled: bool, cached: bool) -> T
         if not output:
             raise RuntimeError("transformers did not complete its first step")
         return {"seconds": seconds}
-
-    return turn
-
-
-def host(steps: int) -> Turn:
-    """Run Trainer's loop around a model with almost no computation."""
-    torch = _torch()
-
-    class Nothing(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-
-        def forward(self, input_ids):
-            return {"loss": self.weight.sum()}
-
-    examples = [{"input_ids": np.zeros(128, np.int64)}] * (8 * (steps + 1))
-
-    def turn():
-        with tempfile.TemporaryDirectory() as out:
-            seconds = _train(
-                Nothing(), examples, None,
-                output_dir=out, per_device_train_batch_size=8, max_steps=steps + 1,
-            )  # fmt: skip
-        return {"steps": steps, "seconds": seconds}
 
     return turn

@@ -38,6 +38,9 @@ BLOCKS = {
     "storage": ["storage-read", "storage-save"],
     "parts": ["host", "memory", "products", "layers", "dropout", "activation"],
 }
+# The steps of the paper's recipe by T, and the order of TPUs in the table.
+RECIPE_STEPS = {128: 900_000, 512: 100_000}
+TPUS = ("v5e", "v5p", "v4", "v6e")
 
 
 class Comparison(NamedTuple):
@@ -86,38 +89,20 @@ FRONT = (
 
 
 def recorded() -> list[Line]:
-    """Return a line for each case and contender, also of those that earlier programs measured."""
-    lines = read(HERE / "cases.jsonl")
-    known = {line["case"] for line in lines}
-    return [*lines, *(line for line in earlier() if line["case"] not in known)]
-
-
-def earlier() -> list[Line]:
-    """Return the results of earlier programs as lines of cases."""
+    """Return a line for each case and contender, also of object storage, which has a file of its own."""
     storage = json.loads((HERE / "storage.json").read_text())
-    lines: list[Line] = [
-        {"case": "storage-read", "contender": name, "seconds": [1 / rate for rate in rates], "rows": [1] * len(rates)}
-        for name, rates in storage["rows_per_second"].items()
-    ]  # fmt: skip
-    lines += [
-        {"case": "storage-save", "contender": name, "seconds": times, "steps": [1] * len(times)}
-        for name, times in storage["step_seconds"].items()
+    return [
+        *read(HERE / "cases.jsonl"),
+        *(
+            {"case": "storage-read", "contender": name, "seconds": [1 / rate for rate in rates]}
+            | {"rows": [1] * len(rates)}
+            for name, rates in storage["rows_per_second"].items()
+        ),
+        *(
+            {"case": "storage-save", "contender": name, "seconds": times, "steps": [1] * len(times)}
+            for name, times in storage["step_seconds"].items()
+        ),
     ]
-    (fill,) = (line["fill"] for line in read(HERE / "prepare.jsonl") if line["what"] == "fill")
-    lines += [
-        {"case": "fill", "contender": name, "real_tokens": [share], "padded_tokens": [1]}
-        for name, share in fill.items()
-    ]
-    changes: dict[str, list] = {}
-    for line in read(HERE / "mup.jsonl"):
-        changes.setdefault(f"{line['kind']}, {line['hidden']}", []).append(line["changes"])
-    lines += [{"case": "mup", "contender": name, "changes": x} for name, x in changes.items()]
-    programs: dict[tuple[str, str], Line] = {}
-    for line in read(HERE / "scale.jsonl"):
-        if line["run"] == "recipe" and "report" in line:
-            key = f"tpu-{line['topology']}", f"{line['size']}, T={line['tokens']}"
-            programs[key] = {"change": [line["change"]], "report": [line["report"]]}
-    return [*lines, *({"case": c, "contender": n, **x} for (c, n), x in programs.items())]
 
 
 def number(value: float) -> str:
@@ -163,14 +148,15 @@ def _shown(line: Line, measure: str) -> str:
 def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
     """Return a table with a row per contender, compared with the first one of each case."""
     shown = [name for name in names if any(line["case"] == name for line in lines)]
-    measures = {CASES[name].measure for name in shown}
+    measures = set(map(cases.measure, shown))
     title = UNITS[min(measures)][0] if len(measures) == 1 and measures <= UNITS.keys() else ""
     padded = measures <= {"real_tokens", "examples", "texts"}
     rows = []
     for name in shown:
-        known = CASES[name].contenders
-        case_lines = [x for x in lines if x["case"] == name and x["contender"] in known]
-        measure, noisiness = CASES[name].measure, noise(case_lines)
+        case_lines = [x for x in lines if x["case"] == name]
+        if name in CASES:
+            case_lines = [x for x in case_lines if x["contender"] in CASES[name]]
+        measure, noisiness = cases.measure(name), noise(case_lines)
         for line in case_lines:
             rounds = f"{name}, {len(line['seconds'])} rounds"
             is_first = line is case_lines[0]
@@ -206,12 +192,11 @@ def _machine(line: Line) -> str:
 
 def speed_up(lines: Sequence[Line], comparison: Comparison) -> tuple[Line | None, float]:
     """Return bert_jax's line and its median speed-up; None and 0 if it was not run."""
-    case = CASES[comparison.case]
     baseline = _of(lines, comparison.case, comparison.contender)
-    line = _of(lines, comparison.case, comparison.variant or next(iter(case.contenders)))
+    line = _of(lines, comparison.case, comparison.variant or next(iter(CASES[comparison.case])))
     if line is None or baseline is None:
         return None, 0.0
-    return line, statistics.median(ratios(baseline, line, case.measure))
+    return line, statistics.median(ratios(baseline, line, cases.measure(comparison.case)))
 
 
 def summary() -> list[str]:
@@ -225,49 +210,55 @@ def summary() -> list[str]:
     return pages.table(("workload", "baseline", "speed-up", "hardware"), rows)
 
 
-def fill(lines: Sequence[Line]) -> list[str]:
+def fill() -> list[str]:
     """Return the share of real tokens in rows."""
-    rows = [
-        (line["contender"], f"{line['real_tokens'][0] / line['padded_tokens'][0]:.1%}")
-        for line in lines
-        if line["case"] == "fill"
-    ]
+    (shares,) = (line["fill"] for line in read(HERE / "prepare.jsonl") if line["what"] == "fill")
+    rows = [(setting, f"{share:.1%}") for setting, share in shares.items()]
     return pages.table(("setting", "real tokens / tokens of rows"), rows)
 
 
-def coordinates(lines: Sequence[Line]) -> list[str]:
+def coordinates() -> list[str]:
     """Return the changes of activations after the last step, relative to those of the narrowest model."""
-    rows, first = [], np.ones(1)
-    for line in lines:
-        if line["case"] == "mup":
-            last = np.mean([changes[-1] for changes in line["changes"]], axis=0)
-            kind, hidden = line["contender"].split(", ")
-            first = last if int(hidden) == cases.MUP_WIDTHS[0] else first
-            rows.append((kind, hidden, *(f"{x:.2f}" for x in last / first)))
-    return pages.table(("", "hidden size", *cases.MUP_PARTS), rows)
+    last: dict[tuple[str, int], list[list[float]]] = {}
+    for line in read(HERE / "mup.jsonl"):
+        last.setdefault((line["kind"], line["hidden"]), []).append(line["changes"][-1])
+    means = {key: np.mean(changes, axis=0) for key, changes in last.items()}
+    narrowest = min(hidden for _, hidden in means)
+    rows = [
+        (kind, hidden, *(f"{x:.2f}" for x in mean / means[kind, narrowest]))
+        for (kind, hidden), mean in means.items()
+    ]
+    return pages.table(("", "hidden size", "embeddings", "layer 1", "layer 2", "logits"), rows)
 
 
-def slices(lines: Sequence[Line]) -> list[str]:
+def slices() -> list[str]:
     """Return memory, time of a step and hours of the paper's recipe on slices of TPUs."""
+    fitting: dict[tuple[str, str], dict[int, Line]] = {}
+    for line in read(HERE / "scale.jsonl"):
+        if line["run"] == "recipe" and "report" in line and line["report"]["fits"]:
+            fitting.setdefault((line["topology"], line["size"]), {})[line["tokens"]] = line
+
+    def place(key):
+        return TPUS.index(key[0].partition(":")[0]), fitting[key][128]["report"]["chips"], key[1]
+
     rows = []
-    for case in (name for name in CASES if name.startswith("tpu-")):
-        for size in ("base", "large"):
-            memory, times, hours, chips = [], [], 0.0, 0
-            for tokens, steps in cases.RECIPE_STEPS.items():
-                line = _of(lines, case, f"{size}, T={tokens}")
-                if line is None or not line["report"][0]["fits"]:
-                    memory, times, hours = [*memory, "not run"], [*times, "not run"], float("nan")
-                    continue
-                report, change = line["report"][0], line["change"][0]
-                (phase,), chips = report["phases"], report["chips"]
-                changed = f" with {change.rpartition('.')[2]}" if change else ""
-                seconds, bound = (phase["roofline"][key] for key in ("step_seconds", "bound"))
-                memory.append(f"{phase['memory']['total'] / 2**30:.2f}{changed}")
-                times.append(f"{1e3 * seconds:.3g} {bound}")
-                hours += steps * seconds / 3600
-            spent = (f"{hours:.3g}", f"{hours * chips:.4g}") if hours == hours else ("-", "-")
-            rows.append((size, case.removeprefix("tpu-"), *memory, *times, *spent))
-    each = [f"{what}, T={tokens}" for what in ("GiB", "ms a step") for tokens in cases.RECIPE_STEPS]
+    for topology, size in sorted(fitting, key=place):
+        memory, times, hours = [], [], 0.0
+        for tokens, steps in RECIPE_STEPS.items():
+            line = fitting[topology, size].get(tokens)
+            if line is None:
+                memory, times, hours = [*memory, "not run"], [*times, "not run"], float("nan")
+                continue
+            (phase,), change = line["report"]["phases"], line["change"].rpartition(".")[2]
+            seconds, bound = (phase["roofline"][key] for key in ("step_seconds", "bound"))
+            changed = f" with {change}" if change else ""
+            memory.append(f"{phase['memory']['total'] / 2**30:.2f}{changed}")
+            times.append(f"{1e3 * seconds:.3g} {bound}")
+            hours += steps * seconds / 3600
+        chips = fitting[topology, size][128]["report"]["chips"]
+        spent = (f"{hours:.3g}", f"{hours * chips:.4g}") if hours == hours else ("-", "-")
+        rows.append((size, topology, *memory, *times, *spent))
+    each = [f"{what}, T={tokens}" for what in ("GiB", "ms a step") for tokens in RECIPE_STEPS]
     return pages.table(("model", "slice", *each, "hours", "chip-hours"), rows)
 
 
@@ -283,13 +274,8 @@ def quickstart() -> list[str]:
 # --- On a GPU (gpu.py) ----------------------------------------------------------------------------
 
 
-def _attention(line: Line) -> str:
-    """Return the attention of a line, without its dropout."""
-    return f"{line['attention']}{', deterministic' * line.get('deterministic', False)}"
-
-
 def gpu_section(lines: Sequence[Line]) -> list[str]:
-    """Return the section on gpu.py: speed, parity, profile."""
+    """Return the section on gpu.py: the measured ceilings, and a table of training steps."""
     top = next((x for x in lines if x["kind"] == "ceilings" and "status" not in x), None)
     if top is None:
         return ["Not run."]
@@ -297,62 +283,38 @@ def gpu_section(lines: Sequence[Line]) -> list[str]:
     sheet = f" (data sheet {peak / 1e12:,.0f})" if peak else ""
     names = {"jax": "JAX", "flax": "Flax", "torch": "PyTorch", "transformers": "transformers"}
     versions = ", ".join(f"{name} {top[key]}" for key, name in names.items() if top.get(key))
-    shown = [
+    rows = []
+    for line in lines:
+        if line["kind"] == "ceilings":
+            continue
+        attention = line["attention"] + ", deterministic" * line["deterministic"]
+        cells = [line["program"], f"{line['size']}, T={line['tokens']}", attention]
+        cells += [f"{line['attention_dropout']:g}", f"{line['rows']:,}"]
+        if "status" in line:
+            rows.append([*cells, line["status"], line["why"], "", ""])
+            continue
+        speed, times = line["real_tokens_per_second"], gpu_speedup(line, lines)
+        share = f"{speed * line['operations_per_token'] / peak:.1%}" if peak else "unknown"
+        cells += [spread([1e3 * each for each in line["seconds"]]), f"{speed:,.0f}", share]
+        rows.append([*cells, f"{times:.2f}" if times else ""])
+    head = ("program", "workload", "attention", "attention dropout", "rows", "ms a step")
+    more = ("real tokens/s", "share of bf16 peak", "speed-up over torch.compile")
+    return [
         f"One {top['device']}; {versions}; commit {top['commit'] or 'unknown'}. Measured ceilings: "
         f"{top['operations_per_second'] / 1e12:,.4g} TFLOP/s{sheet} for a matrix product in bfloat16, "
         f"{top['bytes_per_second'] / 1e12:,.3g} TB/s for memory.",
         "",
-        *_gpu_speeds(lines, peak),
+        *pages.table((*head, *more), rows),
     ]
-    if parity := [line for line in lines if line["kind"] == "parity"]:
-        rows = []
-        for line in parity:
-            found = [line["status"], line["why"]] if "status" in line else [
-                f"{line[f'{what}_difference']:.2g}" for what in ("loss", "gradient")
-            ]  # fmt: skip
-            rows.append((_attention(line), f"{line['attention_dropout']:g}", *found))
-        head = ("bfloat16 against float32", "attention dropout", "loss", "gradient, worst part")
-        shown += ["", *pages.table(head, rows)]
-    for line in lines:
-        if line["kind"] == "profile":
-            what = f"profile of {line['size']}, T={line['tokens']}, {_attention(line)}"
-            parts = line["table"]["parts"] if "status" not in line else []
-            rows = [(part["part"], number(1e3 * part["seconds"])) for part in parts]
-            shown += ["", *pages.table((what, "ms a step"), rows)]
-    return shown
 
 
 def gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
-    """Return the real tokens/s relative to the baseline with the same rows."""
+    """Return the real tokens/s relative to torch.compile with the same rows; None for torch.compile."""
     for other in lines:
-        same = all(other.get(key) == line.get(key) for key in ("size", "tokens", "rows"))
-        if other["kind"] == "torch" and "status" not in other and same:
+        same = all(other.get(key) == line[key] for key in ("size", "tokens", "rows"))
+        if other.get("compiled") and "status" not in other and same and other is not line:
             return line["real_tokens_per_second"] / other["real_tokens_per_second"]
     return None
-
-
-def _gpu_speeds(lines: Sequence[Line], peak: float | None) -> list[str]:
-    """Return a table of training steps."""
-    rows = []
-    for line in lines:
-        if line["kind"] not in ("step", "torch"):
-            continue
-        what = f"{line['size']}, T={line['tokens']}"
-        cells = [line["program"], what, _attention(line), f"{line['attention_dropout']:g}"]
-        cells.append(f"{line['rows']:,}")
-        if "status" in line:
-            cells += [line["status"], line["why"], "", ""]
-        else:
-            speed = line["real_tokens_per_second"]
-            share = f"{speed * line['operations_per_token'] / peak:.1%}" if peak else "unknown"
-            times = gpu_speedup(line, lines) if line["kind"] == "step" else None
-            cells += [spread([1e3 * each for each in line["seconds"]]), f"{speed:,.0f}", share]
-            cells.append(f"{times:.2f}" if times else "")
-        rows.append(cells)
-    head = ("program", "workload", "attention", "attention dropout", "rows", "ms a step")
-    return pages.table(
-        (*head, "real tokens/s", "share of bf16 peak", "speed-up over torch.compile"), rows
-    )
 
 
 def get_blocks(results: Sequence[Line]) -> dict[str, Lines]:
@@ -360,9 +322,9 @@ def get_blocks(results: Sequence[Line]) -> dict[str, Lines]:
     lines = recorded()
     return {
         "hardware": Lines(lambda _: hardware(lines)),
-        "fill": Lines(lambda _: fill(lines)),
-        "mup": Lines(lambda _: coordinates(lines)),
-        "slices": Lines(lambda _: slices(lines)),
+        "fill": Lines(lambda _: fill()),
+        "mup": Lines(lambda _: coordinates()),
+        "slices": Lines(lambda _: slices()),
         "quickstart": Lines(lambda _: quickstart()),
         "gpu": Lines(lambda _: gpu_section(read(HERE / "gpu.jsonl"))),
         **{
