@@ -19,13 +19,13 @@ Line = dict[str, Any]
 
 
 class Lines(NamedTuple):
-    """A block from a function that returns its lines, and writes its pictures to the given folder."""
+    """A block from a function of the results that returns its lines, and writes its pictures to the folder."""
 
-    make: Callable[[pathlib.Path], Sequence[str]]
+    make: Callable[[Sequence[Line], pathlib.Path], Sequence[str]]
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
         """Return the block."""
-        return "\n".join(self.make(folder))
+        return "\n".join(self.make(results, folder))
 
 
 def read(path: pathlib.Path) -> list[Line]:

@@ -29,14 +29,16 @@ import importlib.util
 import itertools
 import json
 import pathlib
-import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
-from bert_jax.tools.sweep import Point, SweepArgs
+from bert_jax.tools.sweep import SCALES, Point, SweepArgs, module_of
 from bert_jax.tools.sweep.experiment import Block, Claim, Claims, Column, Result, Table
+
+pages = module_of(pathlib.Path(__file__).parents[1] / "pages.py")
 
 # --- Pretraining ----------------------------------------------------------------------------------
 
@@ -45,13 +47,13 @@ from bert_jax.tools.sweep.experiment import Block, Claim, Claims, Column, Result
 # with a high learning rate, without which so small a model stays at the loss of word frequencies
 # (experiments/pretraining/plateau). No dropout, because no row is seen twice.
 SMALL_SIZE = "L4-H128-A2"
-_SMALL_STEPS, _PAPER_STEPS = 8_000, 1_000_000
+_SMALL_STEPS = 8_000
 STEP_TOKENS, SMALL_MASKED = 1_024, 0.4  # of the small scale, at every length of rows
 # Lengths of rows with their shares of the steps.
 SMALL_LENGTHS = {8: 0.3, 16: 0.2, 32: 0.15, 64: 0.15, 128: 0.2}
 _PAPER_LENGTHS = {128: 0.9, 512: 0.1}
-# Number of evenly spaced checkpoints of a run whose checkpoints are fine-tuned.
-_PARTS = {"small": 5, "paper": 10}
+# Steps whose checkpoints `base` and `left_to_right` keep, to fine-tune them.
+CHECKPOINTS = {"small": range(1_600, 8_001, 1_600), "paper": range(100_000, 1_000_001, 100_000)}
 _SMALL = {
     "model.dropout": 0.0,
     "model.attention_dropout": 0.0,
@@ -77,17 +79,6 @@ def only(args: SweepArgs, scale: str) -> None:
     """Raise `UserError` at another scale."""
     if args.scale != scale:
         raise UserError(f"--scale {args.scale}: this experiment has only the scale {scale}")
-
-
-def steps(args: SweepArgs) -> int:
-    """Return the number of steps of a pretraining run."""
-    return _PAPER_STEPS if args.scale == "paper" else _SMALL_STEPS
-
-
-def checkpoints(args: SweepArgs) -> list[int]:
-    """Return the steps at which `base` and `left_to_right` keep checkpoints."""
-    parts = _PARTS[args.scale]
-    return [steps(args) * i // parts for i in range(1, parts + 1)]
 
 
 def texts(args: SweepArgs) -> list[str]:
@@ -204,11 +195,11 @@ def pretraining_seeds(args: SweepArgs) -> range:
 
 
 def _checkpoint_settings(args: SweepArgs) -> dict[str, int]:
-    """Return overrides that keep the checkpoints at the steps of `checkpoints`."""
+    """Return overrides that keep the checkpoints at the steps of `CHECKPOINTS`."""
     if args.scale == "paper":
         return {"checkpoint.every_steps": 20_000, "checkpoint.keep_last": 50}
-    parts = _PARTS["small"]
-    return {"checkpoint.every_steps": _SMALL_STEPS // parts, "checkpoint.keep_last": parts}
+    steps = CHECKPOINTS["small"]
+    return {"checkpoint.every_steps": steps.step, "checkpoint.keep_last": len(steps)}
 
 
 def base(args: SweepArgs, name: str = "base", seed: int = 0) -> Point:
@@ -307,6 +298,7 @@ TASKS: dict[str, dict[str, Task]] = {
 # Overrides for fine-tuning on features, with a high rate since the LSTM is trained from scratch.
 LSTM = {"model.head.lstm_layers": 2, "optim.learning_rate": 1e-3}
 PRETRAINED, RANDOM = "pretrained", "random weights"
+USUAL = {"small": (PRETRAINED, RANDOM), "paper": ("base", "large")}
 
 
 def minilm() -> pathlib.Path:
@@ -339,9 +331,8 @@ def starts(args: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
         if capitals:
             both = {size: cased(args, size) for size in both}
         return {label: ["--init", point] for label, point in both.items()}
-    layers, hidden, heads = (int(number) for number in re.findall(r"\d+", SMALL_SIZE))
-    shape = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": 4 * hidden}
-    size = settings({f"model.{name}": value for name, value in shape.items()})
+    model, shape = model_size(SMALL_SIZE), ("layers", "hidden", "heads", "feed_forward")
+    size = settings({f"model.{name}": getattr(model, name) for name in shape})
     return {
         PRETRAINED: ["--init", base(args)],
         RANDOM: ["--init", "none", "--vocab", vocabulary(args), *size],
@@ -418,82 +409,70 @@ def _with_clock(line: Result) -> Result:
 
 def best_settings(results: Sequence[Result]) -> list[Result]:
     """Drop lines whose "setting" is not the best one of their model and task on the dev set."""
-    grids: dict[tuple[str, str], dict[str, list[float]]] = {}
+    scores: dict[tuple[str, str, str], list[float]] = {}
     for line in results:
         facts = line["facts"]
         if "setting" in facts:
             value = line["metrics"][TASKS[line["scale"]][facts["task"]].metric]
-            scores = grids.setdefault((facts["model"], facts["task"]), {})
-            scores.setdefault(facts["setting"], []).append(value)
-    best = {
-        model_and_task: max(scores, key=lambda setting: statistics.fmean(scores[setting]))
-        for model_and_task, scores in grids.items()
-    }
-    return [
-        line
-        for line in results
-        if "setting" not in (facts := line["facts"])
-        or facts["setting"] == best[facts["model"], facts["task"]]
-    ]
+            key = facts["model"], facts["task"], facts["setting"]
+            scores.setdefault(key, []).append(value)
+    best: dict[tuple[str, str], str] = {}
+    for key in sorted(scores, key=lambda key: statistics.fmean(scores[key]), reverse=True):
+        best.setdefault(key[:2], key[2])
+
+    def is_best(facts):
+        return "setting" not in facts or facts["setting"] == best[facts["model"], facts["task"]]
+
+    return [line for line in results if is_best(line["facts"])]
 
 
-def page(**scales: tuple[Table, Sequence[Claim]]) -> dict[str, Block]:
-    """Return a table, and tests of the paper's claims, for each scale."""
+def page(
+    make: Callable[[str], tuple[Table, Sequence[Claim]]], scales: Sequence[str] = SCALES
+) -> dict[str, Block]:
+    """Return the table of each scale, and tests of the paper's claims on it; `make` returns both."""
     blocks: dict[str, Block] = {}
-    for scale, (table, claims) in scales.items():
+    for scale in scales:
+        table, claims = make(scale)
         blocks[scale] = AtScale(scale, table)
         if claims:
             blocks[f"{scale}_claims"] = AtScale(scale, Claims(table, claims))
     return blocks
 
 
-@dataclasses.dataclass(frozen=True)
-class Larger:
-    """A table of the fine-tuning of larger models on real data, finetuning.jsonl, and by Trainer.
-
-    Attributes:
-        sets: data sets by the label of their column.
-    """
-
-    sets: Mapping[str, str]
-
-    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
-        """Return a row per model, and one for transformers' Trainer on MiniLM."""
-        lines = [
-            {"facts": {"model": model, "set": line["set"]}, "metrics": {"score": value}}
-            for model, line in fine_tunings()
-            if line["set"] in self.sets.values()
-            for value in line["values"]
-        ]
-        columns = {
-            label: Column("score", {"set": name}, 1.0 if name.startswith("squad") else 100.0)
-            for label, name in self.sets.items()
-        }
-        known = {line["facts"]["model"] for line in lines}
-        rows = {model: {"model": model} for model in LARGER.values() if model in known}
-        return Table(rows, columns, title="fine-tuned from").markdown(lines, folder)
-
-
-# Models of finetuning.jsonl by their labels.
-TRAINER = "MiniLM, by transformers' Trainer"
+# Labels of the models in finetuning.jsonl, and in trainer.jsonl.
 LARGER = {
     "minilm": "MiniLM",
-    "trainer": TRAINER,
+    "trainer": "MiniLM, by transformers' Trainer",
     "base": "[base](../../pretraining/base/README.md)",
     "mini": "[mini](../../pretraining/mini/README.md)",
     "none": "random parameters",
 }
 
 
-def fine_tunings() -> list[tuple[str, Result]]:
-    """Return the recorded fine-tuning of larger models, with the label of the model of each."""
-    here = pathlib.Path(__file__).parent
-    texts = ((here / f"{name}.jsonl").read_text() for name in ("finetuning", "trainer"))
-    ours, trainer = ([json.loads(line) for line in text.splitlines()] for text in texts)
-    return [
-        *((LARGER[line["start"]], line) for line in ours),
-        *((TRAINER, line) for line in trainer),
-    ]
+def larger(sets: Mapping[str, str]) -> Block:
+    """Return a table of the recorded fine-tuning of larger models, and of MiniLM by Trainer.
+
+    Args:
+        sets: data sets by the label of their column.
+    """
+    folder, files = pathlib.Path(__file__).parent, ("finetuning.jsonl", "trainer.jsonl")
+    runs = [{"start": "trainer", **run} for name in files for run in pages.read(folder / name)]
+    runs = [run for run in runs if run["set"] in sets.values()]
+    lines = [{"facts": run, "metrics": {"score": x}} for run in runs for x in run["values"]]
+    columns = {
+        label: Column("score", {"set": name}, 1.0 if name.startswith("squad") else 100.0)
+        for label, name in sets.items()
+    }
+    known = {run["start"] for run in runs}
+    rows = {label: {"start": start} for start, label in LARGER.items() if start in known}
+    table = Table(rows, columns, title="fine-tuned from")
+    return pages.Lines(lambda _, folder: [table.markdown(lines, folder)])
+
+
+def numbers(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]]):
+    """Return the paper's numbers by row and column."""
+    named = (dict(zip(columns, each, strict=True)) for each in values)
+    return dict(zip(rows, named, strict=True))
 
 
 def models(results: Sequence[Result], scale: str, *defaults: str) -> list[str]:
@@ -510,8 +489,7 @@ def sizes(labels: Sequence[str]) -> dict[str, str]:
 def comparison(
     results: Sequence[Result],
     paper: Mapping[str, Mapping[str, float]],
-    small_columns: Mapping[str, Any],
-    paper_columns: Mapping[str, Any],
+    columns: Mapping[str, Mapping[str, Column]],
     average: bool = False,
 ) -> dict[str, Block]:
     """Return the blocks of an experiment that compares fine-tuned models.
@@ -519,24 +497,20 @@ def comparison(
     Args:
         results: results of the experiment.
         paper: the paper's numbers by size and column.
-        small_columns: columns of the small scale.
-        paper_columns: columns of the paper scale.
+        columns: columns of the table of each scale.
         average: whether the paper's table has an average column.
     """
 
-    def table(scale: str, columns: Mapping[str, Any], *usual: str) -> Table:
-        labels = models(results, scale, *usual)
+    def table_and_claims(scale: str) -> tuple[Table, Sequence[Claim]]:
+        labels = models(results, scale, *USUAL[scale])
+        pair = USUAL[scale][:: 1 if scale == "small" else -1]
         facts = {label: {"model": label} for label in labels}
         reference = {label: paper.get(size, {}) for label, size in sizes(labels).items()}
-        return Table(facts, columns, reference, "model")
+        claims = [Claim(column, *pair) for column in columns[scale]]
+        with_average = average and scale == "paper"
+        return Table(facts, columns[scale], reference, "model", with_average), claims
 
-    small = table("small", small_columns, PRETRAINED, RANDOM)
-    large_ = table("paper", paper_columns, "base", "large")
-    large_ = dataclasses.replace(large_, average=average)
-    return page(
-        small=(small, [Claim(column, PRETRAINED, RANDOM) for column in small_columns]),
-        paper=(large_, [Claim(column, "large", "base") for column in paper_columns]),
-    )
+    return page(table_and_claims, list(columns))
 
 
 # --- Derived data sets -------------------------------------------------------------------

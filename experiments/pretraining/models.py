@@ -9,6 +9,9 @@ from bert_jax.tools.sweep.experiment import Column, Curves, Table
 HERE = pathlib.Path(__file__).parent
 MEASURE = ("python", "experiments/pretraining/measure.py", "--init")
 recipes = module_of(HERE.parent / "paper" / "recipes.py")
+pages = recipes.pages
+# Pairs of each paradigm of BLiMP and Zorro at the small scale; there are 1,000 and 2,000.
+NUM_PAIRS = 200
 LOSSES = {
     "nats per piece": Column("per_piece", factor=1.0, digits=2),
     "per word": Column("per_word", factor=1.0, digits=2),
@@ -17,7 +20,7 @@ LOSSES = {
 PAIRS = {"BLiMP": Column("blimp"), "Zorro": Column("zorro")}
 
 
-def points(args, name, lengths, settings, pairs=200):
+def points(args, name, lengths, settings):
     """Return the pretraining of a model on rows of single sequences, and its measurements.
 
     Args:
@@ -25,15 +28,14 @@ def points(args, name, lengths, settings, pairs=200):
         name: name of the model.
         lengths: lengths of rows.
         settings: the command's config and its changes.
-        pairs: pairs of each paradigm of BLiMP and Zorro.
     """
     recipes.only(args, "small")
     rows = [rows for rows in recipes.single_rows(args) if rows.options["--tokens"] in lengths]
     folders = [part for point in rows for part in ("--rows", point)]
     model = Point(name, ("pretrain", *settings, *folders), {"model": name})
     yield Point(f"{name}/losses", (*MEASURE, model, "--rows", rows[-1]), {"of": name})
-    minimal = ("--data", args.data, "--pairs", pairs)
-    yield Point(f"{name}/pairs", (*MEASURE, model, *minimal), {"of": name, "pairs": pairs})
+    minimal = ("--data", args.data, "--pairs", NUM_PAIRS)
+    yield Point(f"{name}/pairs", (*MEASURE, model, *minimal), {"of": name, "pairs": NUM_PAIRS})
 
 
 def recorded(folder):
@@ -55,43 +57,27 @@ def recorded(folder):
     return lines
 
 
-class Masks:
-    """A table of the words that the newest model predicts."""
-
-    def markdown(self, results, folder):
-        """Return a row per text."""
-        texts = [line["metrics"]["fill_mask"] for line in results if "fill_mask" in line["metrics"]]
-        lines = ["| text | candidates |", "|---|---|"]
-        for text in texts[0]:
-            words = [f"{each['token']} {each['probability']:.0%}" for each in text["masks"][0]]
-            lines.append(f"| {text['text']} | {', '.join(words)} |")
-        return "\n".join(lines)
+def masks(results, folder):
+    """Return a table of the words that the newest model predicts, with a row per text."""
+    texts = [line["metrics"]["fill_mask"] for line in results if "fill_mask" in line["metrics"]]
+    rows = [
+        (text["text"], ", ".join(f"{x['token']} {x['probability']:.0%}" for x in text["masks"][0]))
+        for text in texts[0]
+    ]
+    return pages.table(("text", "candidates"), rows)
 
 
-class With:
-    """A block for the results of the sweep and the recorded ones."""
-
-    def __init__(self, make):
-        self.make = make
-
-    def markdown(self, results, folder):
-        """Return the block with a row or a curve per model."""
-        results = [*results, *recorded(folder)]
-        names = dict.fromkeys(line["facts"]["of"] for line in results if "of" in line["facts"])
-        return self.make(names).markdown(results, folder)
-
-
-def blocks():
-    """Return the blocks of the page: losses and minimal pairs, predicted words, loss by step."""
-    axes = ("steps", "held-out masked-LM loss")
+def blocks(results, folder):
+    """Return the blocks of the page, with a row or a curve for each run of the sweep or recorded earlier."""
+    results = [*results, *recorded(folder)]
+    names = dict.fromkeys(line["facts"]["of"] for line in results if "of" in line["facts"])
+    series, axes = {name: {"model": name} for name in names}, ("steps", "held-out masked-LM loss")
+    made = {
+        "table": Table({name: {"of": name} for name in names}, LOSSES | PAIRS, title="model"),
+        "masks": pages.Lines(masks),
+        "curve": Curves("curve.svg", series, "step", "loss", axes),
+    }
     return {
-        "table": With(
-            lambda names: Table({n: {"of": n} for n in names}, LOSSES | PAIRS, title="model")
-        ),
-        "masks": With(lambda names: Masks()),
-        "curve": With(
-            lambda names: Curves(
-                "curve.svg", {n: {"model": n} for n in names}, "step", "loss", axes
-            )
-        ),
+        name: pages.Lines(lambda _, out, block=block: [block.markdown(results, out)])
+        for name, block in made.items()
     }

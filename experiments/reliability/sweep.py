@@ -117,7 +117,10 @@ def draw(lines, folder):
 def get_blocks(results):
     """Return a block for each file of results."""
     blocks = {
-        make.__name__: Lines(lambda _, make=make: make(pages.read(HERE / f"{make.__name__}.jsonl")))
+        make.__name__: Lines(
+            lambda *_, make=make: make(pages.read(HERE / f"{make.__name__}.jsonl"))
+        )
         for make in (kills, fuzz, attacks, mutations)
     }
-    return blocks | {"leaks": Lines(lambda folder: leaks(pages.read(HERE / "leaks.jsonl"), folder))}
+    picture = Lines(lambda _, folder: leaks(pages.read(HERE / "leaks.jsonl"), folder))
+    return {**blocks, "leaks": picture}

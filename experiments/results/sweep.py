@@ -256,4 +256,4 @@ def claims() -> list[str]:
 
 def get_blocks(results) -> dict[str, Lines]:
     """Return the block of the page."""
-    return {"claims": Lines(lambda _: claims())}
+    return {"claims": Lines(lambda *_: claims())}

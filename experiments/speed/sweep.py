@@ -4,7 +4,7 @@ import json
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pages
@@ -43,48 +43,30 @@ RECIPE_STEPS = {128: 900_000, 512: 100_000}
 TPUS = ("v5e", "v5p", "v4", "v6e")
 
 
-class Comparison(NamedTuple):
-    """A row of the table in docs/speed.md.
-
-    Attributes:
-        workload: what is measured.
-        case: name of the case.
-        contender: name of the contender that is the baseline.
-        baseline: name of the baseline in the table.
-        variant: name of the contender that is bert_jax; "" for the case's first.
-    """
-
-    workload: str
-    case: str
-    contender: str
-    baseline: str
-    variant: str = ""
-
-
 PACKED = "PyTorch, packed, logits of masked tokens only"
+BY_LENGTH = "transformers, texts sorted by length"
+# The table in docs/speed.md: workload, case, contenders that are bert_jax and the baseline, its name.
 FRONT = (
     *(
-        Comparison(f"pretraining, {size}, T={tokens}", f"pretrain-{size}-{tokens}", name, baseline)
+        (f"pretraining, {size}, T={tokens}", f"pretrain-{size}-{tokens}", "bert_jax", *baseline)
         for tokens in (128, 512)
         for size in ("teaching", "mini", "base")
-        for name, baseline in (("transformers", "transformers"), ("gathered, packed", PACKED))
+        for baseline in (("transformers", "transformers"), ("gathered, packed", PACKED))
     ),
     *(
-        Comparison(f"fine-tuning, {name}", f"finetune-{case}", contender, baseline)
+        (f"fine-tuning, {name}", f"finetune-{case}", "packed", *baseline)
         for name, case in (("SST-2", "sst2"), ("QNLI", "qnli"), ("SQuAD 1.1", "squad1"))
-        for contender, baseline in (
+        for baseline in (
             ("trainer", "transformers Trainer"),
             ("grouped", "Trainer, batches grouped by length"),
         )
     ),
-    Comparison(
-        "text embedding, MiniLM-L6", "embed", "sorted", "transformers, texts sorted by length"
-    ),
-    Comparison("loading rows", "loader", "DataLoader", "PyTorch DataLoader with masking"),
-    Comparison("first step of base, cached program", "start", "transformers", "transformers"),
-    Comparison("first step of base, cold start", "start", "transformers", "transformers", "cold"),
-    Comparison("saving a checkpoint with checksums", "save", "torch.save", "torch.save"),
-    Comparison("restoring a checkpoint", "restore", "torch.load", "torch.load"),
+    ("text embedding, MiniLM-L6", "embed", "packed", "sorted", BY_LENGTH),
+    ("loading rows", "loader", "loader", "DataLoader", "PyTorch DataLoader with masking"),
+    ("first step of base, cached program", "start", "cached", *2 * ("transformers",)),
+    ("first step of base, cold start", "start", "cold", *2 * ("transformers",)),
+    ("saving a checkpoint with checksums", "save", "checkpoint", *2 * ("torch.save",)),
+    ("restoring a checkpoint", "restore", "checkpoint", *2 * ("torch.load",)),
 )
 
 
@@ -173,11 +155,6 @@ def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
     return pages.table(head, rows)
 
 
-def _of(lines: Sequence[Line], case: str, contender: str) -> Line | None:
-    matches = [x for x in lines if (x["case"], x["contender"]) == (case, contender)]
-    return matches[0] if matches else None
-
-
 def hardware(lines: Sequence[Line]) -> list[str]:
     """Return the machines and versions of the cases."""
     machines = dict.fromkeys(_machine(line) for line in lines if "cores" in line)
@@ -190,23 +167,15 @@ def _machine(line: Line) -> str:
     return f"{line['cores']} cores ({line['processor']}), {versions}"
 
 
-def speed_up(lines: Sequence[Line], comparison: Comparison) -> tuple[Line | None, float]:
-    """Return bert_jax's line and its median speed-up; None and 0 if it was not run."""
-    baseline = _of(lines, comparison.case, comparison.contender)
-    line = _of(lines, comparison.case, comparison.variant or next(iter(CASES[comparison.case])))
-    if line is None or baseline is None:
-        return None, 0.0
-    return line, statistics.median(ratios(baseline, line, cases.measure(comparison.case)))
-
-
 def summary() -> list[str]:
     """Return the table of docs/speed.md: median speed-up over each baseline."""
-    lines, rows = recorded(), []
-    for comparison in FRONT:
-        line, times = speed_up(lines, comparison)
-        if line is not None:
-            machine = f"{line['cores']} CPU cores ({line['processor']})"
-            rows.append((comparison.workload, comparison.baseline, f"{times:.2g}", machine))
+    lines = {(line["case"], line["contender"]): line for line in recorded()}
+    rows = []
+    for workload, case, contender, baseline, name in FRONT:
+        line, measure = lines[case, contender], cases.measure(case)
+        times = statistics.median(ratios(lines[case, baseline], line, measure))
+        machine = f"{line['cores']} CPU cores ({line['processor']})"
+        rows.append((workload, name, f"{times:.2g}", machine))
     return pages.table(("workload", "baseline", "speed-up", "hardware"), rows)
 
 
@@ -320,15 +289,13 @@ def gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
 def get_blocks(results: Sequence[Line]) -> dict[str, Lines]:
     """Return the blocks of the page."""
     lines = recorded()
-    return {
-        "hardware": Lines(lambda _: hardware(lines)),
-        "fill": Lines(lambda _: fill()),
-        "mup": Lines(lambda _: coordinates()),
-        "slices": Lines(lambda _: slices()),
-        "quickstart": Lines(lambda _: quickstart()),
-        "gpu": Lines(lambda _: gpu_section(read(HERE / "gpu.jsonl"))),
-        **{
-            name: Lines(lambda _, chosen=each: table(lines, chosen))
-            for name, each in BLOCKS.items()
-        },
+    blocks = {name: lambda chosen=chosen: table(lines, chosen) for name, chosen in BLOCKS.items()}
+    blocks |= {
+        "hardware": lambda: hardware(lines),
+        "fill": fill,
+        "mup": coordinates,
+        "slices": slices,
+        "quickstart": quickstart,
+        "gpu": lambda: gpu_section(read(HERE / "gpu.jsonl")),
     }
+    return {name: Lines(lambda *_, make=make: make()) for name, make in blocks.items()}

@@ -14,7 +14,6 @@ of the senses, and "chance_high", their 95th percentile.
 """
 
 import argparse
-import csv
 import json
 import pathlib
 from collections.abc import Sequence
@@ -29,9 +28,9 @@ _PERMUTATIONS = 1_000
 def read() -> dict[str, list[tuple[str, str]]]:
     """Return the senses and sentences of each word."""
     sentences: dict[str, list[tuple[str, str]]] = {}
-    with open(SENTENCES, newline="") as file:
-        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-            sentences.setdefault(row["word"], []).append((row["sense"], row["sentence"]))
+    for line in SENTENCES.read_text().splitlines()[1:]:
+        word, sense, sentence = line.split("\t")
+        sentences.setdefault(word, []).append((sense, sentence))
     return sentences
 
 

@@ -1,7 +1,5 @@
 """Context: which layers separate the senses of a word?"""
 
-import dataclasses
-
 import recipes
 
 from bert_jax.tools.sweep import SCALES, Point
@@ -18,34 +16,25 @@ def get_points(args):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """A table of nearest-neighbor accuracy by layer and word."""
-
-    def markdown(self, results, folder):
-        """Return a row per layer."""
-        metrics = {
-            line["facts"]["of"]: line["metrics"] for line in results if "of" in line["facts"]
-        }
-        return "\n\n".join(_table(*item) for item in metrics.items()) or "not run"
-
-
-def _table(model, metrics):
-    """Return the table of a model."""
-    lines = [f"| layer of {model} | {' | '.join(WORDS)} |", f"|---|{'---|' * len(WORDS)}"]
-    for layer in range(len(metrics[WORDS[0]]["neighbor"])):
-        cells = [
-            f"{100 * metrics[word]['neighbor'][layer]:.0f}% ({metrics[word]['silhouette'][layer]:.2f})"
-            for word in WORDS
-        ]
-        name = "0, the embeddings" if layer == 0 else layer
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    for name, key in (("chance", "chance"), ("95th percentile of chance", "chance_high")):
-        cells = [f"{100 * metrics[word][key]:.0f}%" for word in WORDS]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def layers(results, folder):
+    """Return a table per model: nearest-neighbor accuracy and silhouette by layer and word."""
+    lines = []
+    for line in results:
+        if "of" not in line["facts"]:
+            continue
+        words = [line["metrics"][word] for word in WORDS]
+        rows = []
+        for layer in range(len(words[0]["neighbor"])):
+            cells = [f"{w['neighbor'][layer]:.0%} ({w['silhouette'][layer]:.2f})" for w in words]
+            rows.append((layer or "0, the embeddings", *cells))
+        for name, key in (("chance", "chance"), ("95th percentile of chance", "chance_high")):
+            rows.append((name, *(f"{word[key]:.0%}" for word in words)))
+        head = (f"layer of {line['facts']['of']}", *WORDS)
+        lines += [*([""] if lines else []), *recipes.pages.table(head, rows)]
+    return lines or ["not run"]
 
 
 def get_blocks(results):
     """Return a table for each scale."""
-    return {scale: recipes.AtScale(scale, Layers()) for scale in SCALES}
+    block = recipes.pages.Lines(layers)
+    return {scale: recipes.AtScale(scale, block) for scale in SCALES}

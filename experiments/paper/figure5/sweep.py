@@ -16,7 +16,7 @@ EQUAL_TARGETS = ((8_000, 3_200), (3_200, 1_600), (4_800, 1_600))
 def get_points(args):
     """Return the fine-tuning of intermediate checkpoints of both runs."""
     runs = {MASKED: recipes.base(args), CAUSAL: recipes.left_to_right(args)}
-    for step in recipes.checkpoints(args):
+    for step in recipes.CHECKPOINTS[args.scale]:
         for label, run in runs.items():
             start, task = ["--init", run, "--checkpoint", step], TASK[args.scale]
             facts = {"steps": step}
@@ -31,8 +31,8 @@ def get_blocks(results):
     series = {label: {"model": label} for label in (MASKED, CAUSAL)}
 
     def table_and_claims(scale):
-        checkpoints = recipes.checkpoints(recipes.SweepArgs(scale))
-        columns = {f"{step:,}": Column("dev.accuracy", {"steps": step}) for step in checkpoints}
+        steps = recipes.CHECKPOINTS[scale]
+        columns = {f"{step:,}": Column("dev.accuracy", {"steps": step}) for step in steps}
         return Table(series, columns, {}, TASK[scale]), [Claim(c, MASKED, CAUSAL) for c in columns]
 
     def curves(scale, x, label, name):
@@ -57,4 +57,4 @@ def get_blocks(results):
     blocks["small_equal_targets"] = recipes.AtScale("small", Claims(equal, claims))
     predicted = "million tokens predicted in pretraining"
     blocks["small_targets"] = curves("small", "targets", predicted, "small_targets")
-    return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper")) | blocks
+    return recipes.page(table_and_claims) | blocks

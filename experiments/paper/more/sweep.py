@@ -18,6 +18,6 @@ def get_blocks(results):
     """Return the table of accuracies, and that of earlier runs from larger models."""
     sets = {"Banking77 (test)": "banking77", "CLINC150, in scope": "clinc150"}
     return {
-        "small": recipes.comparison(results, {}, COLUMNS, {})["small"],
-        "larger": recipes.Larger(sets),
+        "small": recipes.comparison(results, {}, {"small": COLUMNS})["small"],
+        "larger": recipes.larger(sets),
     }

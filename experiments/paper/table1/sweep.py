@@ -26,10 +26,11 @@ TASKS = {
     "paper": ("MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"),
 }
 NAMES = ("MNLI-m", "MNLI-mm", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE")
-PAPER = {
-    "base": dict(zip(NAMES, (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4), strict=True)),
-    "large": dict(zip(NAMES, (86.7, 85.9, 72.1, 92.7, 94.9, 60.5, 86.5, 89.3, 70.1), strict=True)),
-}
+NUMBERS = (
+    (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4),
+    (86.7, 85.9, 72.1, 92.7, 94.9, 60.5, 86.5, 89.3, 70.1),
+)
+PAPER = recipes.numbers(("base", "large"), NAMES, NUMBERS)
 METRICS = {"QQP": "dev.f1", "MRPC": "dev.f1", "STS-B": "dev.spearman", "CoLA": "dev.matthews"}
 OBJECTIVE = "dev.accuracy"
 
@@ -58,21 +59,12 @@ def get_trial(args, trial):
     return dataclasses.replace(point, facts={"searched": model})  # not in the table
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """A table of the selected grid points and their dev scores."""
-
-    def markdown(self, results, folder):
-        """Return a row per model and task."""
-        chosen = {
-            (line["facts"]["model"], line["facts"]["task"]): line["facts"]["setting"]
-            for line in results
-            if "setting" in line["facts"]
-        }
-        if not chosen:
-            return "not run"
-        lines = [f"| {model} | {task} | {setting} |" for (model, task), setting in chosen.items()]
-        return "\n".join(["| model | task | setting |", "|---|---|---|", *lines])
+def settings(results, folder):
+    """Return a table of the selected grid points."""
+    facts = [line["facts"] for line in results if "setting" in line["facts"]]
+    chosen = {(each["model"], each["task"]): each["setting"] for each in facts}
+    rows = [(*model_and_task, setting) for model_and_task, setting in chosen.items()]
+    return recipes.pages.table(("model", "task", "setting"), rows)
 
 
 def get_blocks(results):
@@ -87,7 +79,8 @@ def get_blocks(results):
     }
     small = {task: column(task) for task in TASKS["small"]}
     paper = matched | {task: column(task) for task in TASKS["paper"][1:]}
-    blocks = recipes.comparison(results, PAPER, small, paper, average=True)
-    chosen = {f"{scale}_settings": recipes.AtScale(scale, Settings()) for scale in GRID}
+    blocks = recipes.comparison(results, PAPER, {"small": small, "paper": paper}, average=True)
+    block = recipes.pages.Lines(settings)
+    chosen = {f"{scale}_settings": recipes.AtScale(scale, block) for scale in GRID}
     names = {"SST-2": "sst2", "CoLA": "cola", "RTE": "rte", "QNLI, 8,999 examples": "qnli"}
-    return blocks | chosen | {"larger": recipes.Larger(names)}
+    return blocks | chosen | {"larger": recipes.larger(names)}

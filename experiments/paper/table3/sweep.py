@@ -22,5 +22,4 @@ def get_points(args):
 
 def get_blocks(results):
     """Return the table of exact match and F1 on the dev set, at its best threshold."""
-    blocks = recipes.comparison(results, PAPER, COLUMNS, COLUMNS)
-    return {name: block for name, block in blocks.items() if name.startswith("paper")}
+    return recipes.comparison(results, PAPER, {"paper": COLUMNS})

@@ -17,5 +17,4 @@ def get_points(args):
 
 def get_blocks(results):
     """Return the table of accuracy on the dev set."""
-    blocks = recipes.comparison(results, PAPER, COLUMNS, COLUMNS)
-    return {name: block for name, block in blocks.items() if name.startswith("paper")}
+    return recipes.comparison(results, PAPER, {"paper": COLUMNS})

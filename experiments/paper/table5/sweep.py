@@ -15,10 +15,7 @@ NUMBERS = (
     (82.1, 84.3, 77.5, 92.1, 77.8),
     (82.1, 84.1, 75.7, 91.6, 84.9),
 )
-PAPER = {
-    row: dict(zip(TASKS["paper"], numbers, strict=True))
-    for row, numbers in zip(ROWS, NUMBERS, strict=True)
-}
+PAPER = recipes.numbers(ROWS, TASKS["paper"], NUMBERS)
 LOWER = {"no NSP": "base", "left-to-right, no NSP": "no NSP"}
 
 
@@ -56,4 +53,4 @@ def get_blocks(results):
         claims += [Claim(task, "+ BiLSTM", "left-to-right, no NSP") for task in tasks]
         return table, claims
 
-    return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper"))
+    return recipes.page(table_and_claims)

@@ -39,10 +39,7 @@ NUMBERS = (
     (3.54, 85.7, 86.9, 93.3),
     (3.23, 86.6, 87.8, 93.7),
 )
-PAPER = {
-    size: dict(zip(COLUMNS, numbers, strict=True))
-    for size, numbers in zip(SIZES["paper"], NUMBERS, strict=True)
-}
+PAPER = recipes.numbers(SIZES["paper"], COLUMNS, NUMBERS)
 # Pairs of sizes that differ in one dimension, the larger one first.
 LARGER = {
     "small": [
@@ -105,6 +102,4 @@ def get_blocks(results):
         labels = ("real tokens", "held-out masked-LM loss")
         return recipes.AtScale(scale, Curves(f"{scale}.svg", series, "real_tokens", "loss", labels))
 
-    return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper")) | {
-        f"{scale}_curves": curves(scale) for scale in SIZES
-    }
+    return recipes.page(table_and_claims) | {f"{scale}_curves": curves(scale) for scale in SIZES}

@@ -46,7 +46,10 @@ def get_points(args):
 def get_blocks(results):
     """Return the table of F1 on the dev and test set, and the paper's order of features as claims."""
 
-    def table_and_claims(scale, columns, first, other):
+    def table_and_claims(scale):
+        first, other = recipes.USUAL[scale]
+        splits = ("dev",) if scale == "small" else ("dev", "test")
+        columns = {split: Column(f"{split}.f1") for split in splits}
         rows, paper = {}, {}
         for model in recipes.models(results, scale, first, other):
             for name in (FINE_TUNED, *features_of(model).values()):
@@ -63,9 +66,5 @@ def get_blocks(results):
             *claims,
         ]
 
-    dev, test = Column("dev.f1"), Column("test.f1")
-    blocks = recipes.page(
-        small=table_and_claims("small", {"dev": dev}, recipes.PRETRAINED, recipes.RANDOM),
-        paper=table_and_claims("paper", {"dev": dev, "test": test}, "base", "large"),
-    )
-    return blocks | {"larger": recipes.Larger({"WNUT-17, F1 on dev": "wnut17"})}
+    larger = recipes.larger({"WNUT-17, F1 on dev": "wnut17"})
+    return recipes.page(table_and_claims) | {"larger": larger}

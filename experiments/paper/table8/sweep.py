@@ -22,10 +22,7 @@ NUMBERS = (
     (83.6, 94.9, 94.6),
 )
 COLUMNS = ("MNLI", "NER, fine-tuned", "NER, features")
-PAPER = {
-    mix: dict(zip(COLUMNS, numbers, strict=True))
-    for mix, numbers in zip(MIXES, NUMBERS, strict=True)
-}
+PAPER = recipes.numbers(MIXES, COLUMNS, NUMBERS)
 
 
 def pretrained(args, mix, seed):
@@ -77,4 +74,4 @@ def get_blocks(results):
         claims += [Claim("NER, fine-tuned", USUAL, "100/0/0"), Claim(sentences, USUAL, "0/0/100")]
         return Table(rows, columns, PAPER, "MASK/SAME/RANDOM"), claims
 
-    return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper"))
+    return recipes.page(table_and_claims)

@@ -4,6 +4,8 @@ The recipe is that of the small sizes (configs/pretrain.py) with larger batches 
 short rows first, 40% masking, no dropout, no next-sentence prediction, AdamW with beta2 0.98.
 """
 
+import pathlib
+
 import models
 
 CHANGES = {
@@ -35,4 +37,4 @@ def get_points(args):
 
 def get_blocks(results):
     """Return the blocks of the page."""
-    return models.blocks()
+    return models.blocks(results, pathlib.Path(__file__).parent)

@@ -1,5 +1,7 @@
 """BERT-mini (L4 H256 A4) on Wikipedia and novels, with the recipe of the config `mini`."""
 
+import pathlib
+
 import models
 
 
@@ -12,4 +14,4 @@ def get_points(args):
 
 def get_blocks(results):
     """Return the blocks of the page."""
-    return models.blocks()
+    return models.blocks(results, pathlib.Path(__file__).parent)

@@ -63,7 +63,7 @@ def get_points(args):
 def get_blocks(results):
     """Return a table for each scale."""
 
-    def table(scale):
-        return Table({size: {"of": size} for size in SIZES[scale]}, COLUMNS, title="model")
+    def table_and_claims(scale):
+        return Table({size: {"of": size} for size in SIZES[scale]}, COLUMNS, title="model"), []
 
-    return recipes.page(small=(table("small"), []), paper=(table("paper"), []))
+    return recipes.page(table_and_claims)

@@ -5,8 +5,6 @@ neighboring tokens forms. All runs have the same model, text and tokens per step
 length of rows or in one hyperparameter.
 """
 
-import dataclasses
-
 import models
 
 from bert_jax.tools.sweep import Point
@@ -108,25 +106,17 @@ def _run(args, lengths, name="", changes=None, pairs="none", seed=0):
     return recipes.pretrained(args, name or _name(lengths), "", changes, lengths, rows, seed)
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """A table of the steps after which the held-out loss is below each level, by seed."""
-
-    def markdown(self, results, folder):
-        """Return a row per model."""
-        results = [line for line in results if "curve" in line]
-        lines = [
-            "| run | " + " | ".join(f"steps to {level}" for level in LEVELS) + " | last loss |",
-            "|---|" + "---|" * (len(LEVELS) + 1),
-        ]
-        for name in _names():
-            curves = [line["curve"] for line in results if line["facts"]["model"] == name]
-            if not curves:
-                continue
+def steps_to_levels(results, folder):
+    """Return a table of the steps after which the held-out loss is below each level, by seed."""
+    rows = []
+    for name in _names():
+        lines = [line for line in results if line["facts"].get("model") == name]
+        if curves := [line["curve"] for line in lines if "curve" in line]:
             cells = [", ".join(_first_below(curve, level) for curve in curves) for level in LEVELS]
-            last = ", ".join(f"{curve['loss'][-1]:.2f}" for curve in curves)
-            lines.append(f"| {name} | {' | '.join(cells)} | {last} |")
-        return "\n".join(lines) if len(lines) > 2 else "not run"
+            rows.append((name, *cells, ", ".join(f"{curve['loss'][-1]:.2f}" for curve in curves)))
+    return recipes.pages.table(
+        ("run", *(f"steps to {level}" for level in LEVELS), "last loss"), rows
+    )
 
 
 def _first_below(curve, level):
@@ -146,7 +136,7 @@ def get_blocks(results):
         return recipes.AtScale("small", Curves(f"{name}.svg", series, "step", "loss", axes))
 
     return {
-        "steps": recipes.AtScale("small", Steps()),
+        "steps": recipes.AtScale("small", recipes.pages.Lines(steps_to_levels)),
         "lengths": curves("lengths", lengths),
         "changes": curves("changes", ["T=16", *CHANGES]),
         "others": curves("others", ["T=16", *OTHERS]),
