@@ -44,18 +44,13 @@ def test_smoke_run_of_the_gpu_benchmark_measures_every_row(speed, tmp_path):
     done = subprocess.run(command, env=ONE_DEVICE, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (out / "gpu.jsonl").read_text().splitlines()]
-    planned = [gpu.key_of(row) for job in gpu.plan(True) for _, row in job.rows]
-    assert [gpu.key_of(line) for line in lines] == planned
-    for line in lines:
+    for line, row in zip(lines, gpu.plan(smoke=True), strict=True):
+        assert line == {**line, **row.settings}
         if line.get("attention") == "cudnn":
             assert line["status"] == "failed"
             continue
         assert "status" not in line, line
-        if line["kind"] in ("step", "torch"):
+        if line["kind"] != "ceilings":
             # The initial loss is that of a uniform guess over the vocabulary and two labels.
             assert abs(line["loss"] - np.log(2 * 30_592)) < 0.2
-        if line["kind"] == "parity":
-            assert 0 < line["gradient_difference"] < 0.1
-    (traced,) = (line["table"] for line in lines if line["kind"] == "profile")
-    assert sum(part["seconds"] for part in traced["parts"]) == pytest.approx(traced["step_seconds"])
     assert "\n".join(module_of(HERE / "sweep.py").gpu_section(lines)) in done.stdout

@@ -197,9 +197,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="cases: " + ", ".join(CASES),
     )  # fmt: skip
-    parser.add_argument(
-        "cases", nargs="*", help="names or patterns such as 'pretrain-*' (default: all)"
-    )
+    parser.add_argument("cases", nargs="*", help="names or patterns (default: all)")
     parser.add_argument("--pairs", type=int, default=10, help="rounds per case (default 10)")
     parser.add_argument(
         "--quick", action="store_true", help="run one round of small turns, and record nothing"

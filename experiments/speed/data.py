@@ -7,12 +7,14 @@ import os
 import pathlib
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from bert_jax.config import flags
 from bert_jax.config.schema import Config
 from bert_jax.config.sizes import SIZES
 from bert_jax.data import corpus, prepare
+from bert_jax.data.loader import Batch
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tools.sweep import module_of
@@ -81,6 +83,17 @@ def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) 
     size = "L{}-H{}-A{}".format(*SIZES[size]) if size in SIZES else size
     file = f"--config={ROOT}/configs/pretrain.py:{size},{tokens}"
     return flags.load([file, *(f"--config.{each}" for each in changes)])
+
+
+def run_steps(step: Callable[[Batch], Any], batches: Iterable[Batch]) -> dict[str, int]:
+    """Run a step for each batch, and return the number of steps and of their tokens."""
+    counts = {"steps": 0, "real_tokens": 0, "padded_tokens": 0}
+    for batch in batches:
+        step(batch)
+        counts["steps"] += 1
+        counts["real_tokens"] += int(batch["length"].sum())
+        counts["padded_tokens"] += batch["tokens"].size
+    return counts
 
 
 def articles() -> pathlib.Path:

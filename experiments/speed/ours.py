@@ -55,12 +55,7 @@ class Training:
 
     def steps(self, batches: Iterable[Batch]) -> dict[str, int]:
         """Run a step for each batch, and return their numbers of steps and tokens."""
-        counts = {"steps": 0, "real_tokens": 0, "padded_tokens": 0}
-        for batch in batches:
-            counts["steps"] += 1
-            counts["real_tokens"] += int(batch["length"].sum())
-            counts["padded_tokens"] += batch["tokens"].size
-            self.step(batch)
+        counts = data.run_steps(self.step, batches)
         jax.block_until_ready(self.state)
         return counts
 
@@ -140,20 +135,20 @@ def embed(texts: int) -> Turn:
     return turn
 
 
-def prepare(pairs: str, tokens: int = 128, sequences: int = 4) -> Turn:
+def prepare(pairs: str) -> Turn:
     """Prepare rows from text, as `bert-jax prepare` does."""
     source, vocabulary = data.articles(), data.vocabulary()
 
     def turn():
         with data.temporary() as out:
             manifest = prepare_rows(
-                [str(source)], vocabulary, out, tokens=tokens, sequences=sequences, pairs=pairs
+                [str(source)], vocabulary, out, tokens=128, sequences=4, pairs=pairs
             )
         splits = (manifest.train, manifest.heldout)
         return {
             "text_bytes": source.stat().st_size,
             "real_tokens": sum(split.real_tokens for split in splits),
-            "padded_tokens": tokens * sum(split.rows for split in splits),
+            "padded_tokens": 128 * sum(split.rows for split in splits),
         }
 
     return turn

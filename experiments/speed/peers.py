@@ -14,6 +14,7 @@ from typing import Any
 import data
 import numpy as np
 
+from bert_jax.config.schema import Config
 from bert_jax.data.loader import Batch, RowDataset, batches
 from bert_jax.data.rows import layout
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary, load
@@ -166,6 +167,41 @@ def gathered_loss(model: Any, inputs: dict[str, Any]) -> Any:
     return loss
 
 
+class Training:
+    """A training step: dropout, clipping and fused AdamW, on a GPU with autocast to bfloat16.
+
+    Args:
+        config: config of the model and its optimizer.
+        gathered: compute logits for masked tokens only, not transformers' loss.
+        compiled: use torch.compile.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, config: Config, gathered: bool, compiled: bool, device: str = "cpu"):
+        torch = _torch()
+        self.device, self.clip_norm = device, config.optim.clip_norm
+        self.model = build(config.model, config.model.positions).to(device).train()
+        self.loss = gathered_loss if gathered else full_loss
+        if compiled:
+            self.loss = torch.compile(self.loss)
+        parameters, decay = self.model.parameters(), config.optim.weight_decay
+        self.optimizer = torch.optim.AdamW(
+            parameters, _LEARNING_RATE, weight_decay=decay, fused=True
+        )
+
+    def step(self, inputs: dict[str, Any]) -> Any:
+        """Run a step, on a GPU without waiting for it, and return the loss."""
+        import torch
+
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            loss = self.loss(self.model, inputs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
 def pretrain(
     size: str,
     tokens: int,
@@ -175,40 +211,24 @@ def pretrain(
     gathered: bool = False,
     compiled: bool = False,
 ) -> Turn:
-    """Run training steps of a transformers model: fused AdamW, clipping and dropout, in float32.
+    """Run training steps of a transformers model in float32.
 
     Args:
         size, tokens, sequences, batch, steps: as in `ours.pretrain`, with the same rows.
-        gathered: compute logits for masked tokens only, not transformers' loss.
-        compiled: use torch.compile.
+        gathered, compiled: as in `Training`.
     """
-    torch = _torch()
     config = data.pretraining(size, tokens, batch)
     rows = RowDataset(data.rows(tokens, sequences), "train")
     vocabulary = load(data.vocabulary())
     config.model.vocab_size = len(vocabulary)
-    model = build(config.model, config.model.positions).train()
+    training = Training(config, gathered, compiled)
     collator = _collator(vocabulary, config.masking.rate)
-    loss_of = gathered_loss if gathered else full_loss
-    if compiled:
-        loss_of = torch.compile(loss_of)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), _LEARNING_RATE, weight_decay=config.optim.weight_decay, fused=True
-    )
     stream = batches(rows, batch, config.seed, 0, config.steps)
 
-    def turn():
-        real = padded = 0
-        for arrays in itertools.islice(stream, steps):
-            real, padded = real + int(arrays["length"].sum()), padded + arrays["tokens"].size
-            torch_inputs = inputs(arrays, config.model.segments, collator, fixed=compiled)
-            loss_of(model, torch_inputs).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        return {"steps": steps, "real_tokens": real, "padded_tokens": padded}
+    def step(arrays):
+        training.step(inputs(arrays, config.model.segments, collator, fixed=compiled))
 
-    return turn
+    return lambda: data.run_steps(step, itertools.islice(stream, steps))
 
 
 def finetune(name: str, steps: int, grouped: bool) -> Turn:
@@ -241,11 +261,8 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
 
     def example(i):
         tokens, label = examples.tokens[i], examples.targets["label"][i]
-        target = (
-            {"start_positions": int(label[0]), "end_positions": int(label[1])}
-            if span
-            else {"labels": int(label)}
-        )
+        names = ("start_positions", "end_positions") if span else ("labels",)
+        target = dict(zip(names, map(int, np.atleast_1d(label)), strict=True))
         segments = np.arange(len(tokens)) >= examples.a_length[i]
         return {
             "input_ids": tokens.tolist(),
@@ -268,81 +285,68 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
         selected = [groups[int((k + 0.5) / steps * len(groups))] for k in range(steps)]
         return [selected[0], *selected]
 
-    def turn():
-        step_members = members(next(turn_numbers))
-        with tempfile.TemporaryDirectory() as out:
-            seconds = _train(
-                model,
-                [example(i) for batch in step_members for i in batch],
-                transformers.DataCollatorWithPadding(tokenizer),
-                output_dir=out,
-                per_device_train_batch_size=size,
-                max_steps=steps + 1,
-                learning_rate=config.optim.learning_rate,
-                weight_decay=config.optim.weight_decay,
-            )
-        return {
-            "steps": steps,
-            "seconds": seconds,
-            "examples": steps * size,
-            "real_tokens": sum(lengths[i] for batch in step_members[1:] for i in batch),
-            "padded_tokens": sum(
-                size * max(lengths[i] for i in batch) for batch in step_members[1:]
-            ),
-        }
-
-    return turn
-
-
-def _train(model: Any, examples: Any, collator: Any, **settings: Any) -> float:
-    """Return the seconds of Trainer's steps, except the first."""
-    import transformers
-
     class Clock(transformers.TrainerCallback):
         times = ()
 
         def on_step_end(self, *_, **__):
             self.times = [*self.times, time.perf_counter()]
 
-    clock = Clock()
-    arguments = transformers.TrainingArguments(
-        **settings,
-        train_sampling_strategy="sequential",
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    transformers.Trainer(
-        model, arguments, train_dataset=examples, data_collator=collator, callbacks=[clock]
-    ).train()
-    return clock.times[-1] - clock.times[0]
+    def turn():
+        step_members, clock = members(next(turn_numbers)), Clock()
+        with tempfile.TemporaryDirectory() as out:
+            arguments = transformers.TrainingArguments(
+                output_dir=out,
+                per_device_train_batch_size=size,
+                max_steps=steps + 1,
+                learning_rate=config.optim.learning_rate,
+                weight_decay=config.optim.weight_decay,
+                train_sampling_strategy="sequential",
+                save_strategy="no",
+                logging_strategy="no",
+                report_to="none",
+                use_cpu=True,
+                disable_tqdm=True,
+            )
+            transformers.Trainer(
+                model,
+                arguments,
+                train_dataset=[example(i) for batch in step_members for i in batch],
+                data_collator=transformers.DataCollatorWithPadding(tokenizer),
+                callbacks=[clock],
+            ).train()
+        timed = step_members[1:]
+        return {
+            "steps": steps,
+            "seconds": clock.times[-1] - clock.times[0],
+            "examples": steps * size,
+            "real_tokens": sum(lengths[i] for batch in timed for i in batch),
+            "padded_tokens": sum(size * max(lengths[i] for i in batch) for batch in timed),
+        }
+
+    return turn
 
 
-def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, int]]:
-    """Return a function that embeds texts with all-MiniLM-L6-v2 in transformers, 32 texts per batch.
-
-    It returns the vectors, the number of real tokens, and the number of tokens with padding.
+def embed(texts: int, by_length: bool) -> Turn:
+    """Embed texts with all-MiniLM-L6-v2 in transformers, 32 texts per batch.
 
     Args:
+        texts: number of texts.
         by_length: sort texts by length first, as sentence-transformers does.
     """
     torch = _torch()
     import transformers
 
-    folder = data.recipes.minilm()
+    folder, sample = data.recipes.minilm(), data.texts(texts)
     model = transformers.BertModel.from_pretrained(folder, attn_implementation="sdpa").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
-    def embed(texts):
+    @torch.no_grad()
+    def turn():
         real = padded = 0
-        order = np.argsort([-len(t) for t in texts]) if by_length else range(len(texts))
-        vectors = np.empty((len(texts), model.config.hidden_size), np.float32)
-        for start in range(0, len(texts), _BATCH_TEXTS):
-            members = list(order[start : start + _BATCH_TEXTS])
+        ordered = sorted(sample, key=len, reverse=True) if by_length else sample
+        for start in range(0, len(ordered), _BATCH_TEXTS):
             batch = tokenizer(
-                [texts[i] for i in members],
+                ordered[start : start + _BATCH_TEXTS],
                 padding=True,
                 truncation=True,
                 max_length=_MOST_TOKENS,
@@ -350,22 +354,9 @@ def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
             )
             real += int(batch["attention_mask"].sum())
             padded += batch["input_ids"].numel()
-            with torch.no_grad():
-                hidden = model(**batch).last_hidden_state
-                mask = batch["attention_mask"][:, :, None].float()
-                mean = (hidden * mask).sum(1) / mask.sum(1)
-                vectors[members] = torch.nn.functional.normalize(mean).numpy()
-        return vectors, real, padded
-
-    return embed
-
-
-def embed(texts: int, by_length: bool) -> Turn:
-    """Embed texts."""
-    run, sample = embedding(by_length), data.texts(texts)
-
-    def turn():
-        _, real, padded = run(sample)
+            mask = batch["attention_mask"][:, :, None].float()
+            mean = (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
+            torch.nn.functional.normalize(mean).numpy()
         return {"texts": len(sample), "real_tokens": real, "padded_tokens": padded}
 
     return turn
