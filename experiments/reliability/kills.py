@@ -12,7 +12,9 @@ kills.jsonl, from which the page is written.
 
 import argparse
 import filecmp
+import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -29,7 +31,9 @@ from bert_jax.runs import workdir
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
-TRAINED = ("pretrain", "finetune")
+TRAINED = ("pretrain", "finetune", "lora")
+# The files of a run that are compared, besides the arrays of checkpoints.
+LOGS = ("metrics.jsonl", "metrics.json", "vocab.txt")
 # Maximum number of kills of one run.
 KILLS_A_RUN = 4
 POLL_SECONDS = 0.001
@@ -52,6 +56,7 @@ def corpus(folder: pathlib.Path) -> None:
     for name, count in (("train", 300), ("dev", 60)):
         lines = [f"{text},{'ship' in text}" for text in (sentence() for _ in range(count))]
         (folder / f"{name}.csv").write_text("\n".join(["text,label", *lines]) + "\n")
+    (folder / "words.txt").write_text("wagon\nbridge\n")
     text, vocab = folder / "text.txt", folder / "vocab"
     call("vocab", "--out", vocab, "--size", 150, text)
     for tokens in (32, 64):
@@ -69,43 +74,39 @@ PRETRAIN = (
     "evaluate_rows=32 optim.warmup_steps=5 optim.learning_rate=1e-3 checkpoint.every_steps=9 "
     "phases[0].fraction=0.6 phases[1].fraction=0.4 phases[1].batch_size=4"
 ).split()
-FINETUNE = "epochs=8 batch_size=8 task.tokens=16 checkpoint.every_steps=13 evaluate_every_steps=20"
+FINETUNE = (
+    "epochs=8 batch_size=8 task.tokens=16 checkpoint.every_steps=13 evaluate_every_steps=20"
+).split()
 
 
 def commands(data: pathlib.Path) -> dict[str, Callable[[pathlib.Path], list]]:
     """Return the commands of each scenario."""
-    config = ROOT / "configs"
+
+    def config(name, changes):
+        return [f"--config={ROOT}/configs/{name}", *(f"--config.{each}" for each in changes)]
 
     def pretrain(out):
         phases = ["--rows", data / "rows32", "--rows", data / "rows64"]
-        changes = [f"--config.{change}" for change in PRETRAIN]
-        return [
-            *("pretrain", f"--config={config}/pretrain.py:L2-H32-A2,32,64"),
-            *(*changes, *phases, "--workdir", out),
-        ]
+        settings = config("pretrain.py:L2-H32-A2,32,64", PRETRAIN)
+        return ["pretrain", *settings, *phases, "--workdir", out]
 
-    def finetune(out):
-        size = "model.layers=2 model.hidden=32 model.heads=2 model.feed_forward=64"
+    def finetune(out, *more):
         files = [f"task.{split}={data / split}.csv" for split in ("train", "dev")]
-        changes = [f"--config.{change}" for change in [*FINETUNE.split(), *size.split(), *files]]
-        start = ["--init", "none", "--vocab", data / "vocab"]
-        return ["finetune", f"--config={config}/table.py", *start, *changes, "--workdir", out]
+        start = ["--init", data / "pretrain", "--workdir", out]
+        return ["finetune", *config("table.py", [*FINETUNE, *files, *more]), *start]
 
-    def prepare(out):
-        return ["prepare", *rows(data, 32), "--out", out]
-
-    def export(out):
-        return ["export", "--workdir", data / "pretrain", "--out", out]
-
-    def import_(out):
-        return ["import", data / "export", "--out", out]
+    def extend(out):
+        words = ["--add", data / "words.txt"]
+        return ["extend-vocab", "--init", data / "pretrain", "--out", out, *words]
 
     return {
         "pretrain": pretrain,
         "finetune": finetune,
-        "prepare": prepare,
-        "export": export,
-        "import": import_,
+        "lora": lambda out: finetune(out, "lora.rank=4"),
+        "prepare": lambda out: ["prepare", *rows(data, 32), "--out", out],
+        "export": lambda out: ["export", "--workdir", data / "pretrain", "--out", out],
+        "import": lambda out: ["import", data / "export", "--out", out],
+        "extend-vocab": extend,
     }
 
 
@@ -142,108 +143,74 @@ def names(folder: pathlib.Path) -> set[str]:
     return set(os.listdir(folder)) if folder.exists() else set()
 
 
-def saving(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: a checkpoint is being written."""
-    return lambda: any("tmp" in name for name in names(out / "checkpoints"))
+def size(path: pathlib.Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
-def sealed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: a checkpoint is written with its manifest but not yet renamed."""
+def moments(out: pathlib.Path, rng: random.Random) -> dict[str, Callable[[], bool]]:
+    """Return a function for each moment, which returns whether it has come."""
+    checkpoints, partial = out / "checkpoints", out / ".partial"
+    beside = out.parent / f".{out.name}.partial"  # what becomes the output
+    metrics, starts = out / "metrics.jsonl", out / "starts.jsonl"
+    before, parts_before, seen = names(checkpoints), names(partial), set()
+    metrics_before, starts_before = size(metrics), size(starts)
+    at = time.monotonic() + rng.uniform(0, 12)
 
-    def now() -> bool:
-        tmp = (name for name in names(out / "checkpoints") if "tmp" in name)
-        return any((out / "checkpoints" / name / "manifest.json").exists() for name in tmp)
+    def unfinished():
+        return [checkpoints / name for name in names(checkpoints) if "tmp" in name]
 
-    return now
-
-
-def committed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: a new checkpoint has been renamed, and an old one is deleted next."""
-    before = names(out / "checkpoints")
-    return lambda: any(name.isdigit() for name in names(out / "checkpoints") - before)
-
-
-def deleting(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: the folder of an old checkpoint has just disappeared."""
-    folder, seen = out / "checkpoints", set()
-
-    def now() -> bool:
+    def deleting():
         nonlocal seen
-        here = {name for name in names(folder) if name.isdigit()}
-        gone, seen = seen - here, here
-        return bool(gone)
+        gone, seen = seen - names(checkpoints), names(checkpoints)
+        return any(name.isdigit() for name in gone)
 
-    return now
-
-
-def line_of(out: pathlib.Path, condition: Callable[[dict], bool]) -> Callable[[], bool]:
-    """Return a predicate: the last line of metrics.jsonl is new and satisfies a condition."""
-    path = out / "metrics.jsonl"
-    begun = path.stat().st_size if path.exists() else 0
-
-    def now() -> bool:
-        if not path.exists() or path.stat().st_size <= begun:
+    def last_line(condition):
+        if size(metrics) <= metrics_before:
             return False
         try:
-            return condition(json.loads(path.read_text().splitlines()[-1]))
-        except (ValueError, IndexError):
+            line = json.loads(metrics.read_text().splitlines()[-1])
+        except (ValueError, IndexError):  # it is being written
             return False
+        return condition(line["split"], line["step"])
 
-    return now
-
-
-def evaluating(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: the last line of metrics before an evaluation has been written."""
-    return line_of(out, lambda line: line["split"] == "train" and line["step"] % 16 >= 11)
-
-
-def phase(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: the step is near a change of phase."""
-    return line_of(out, lambda line: 135 <= line["step"] <= 150)
-
-
-def first_step(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: the run has recorded its start and is about to do its first step."""
-    starts = out / "starts.jsonl"
-    before = starts.stat().st_size if starts.exists() else 0
-    return lambda: starts.exists() and starts.stat().st_size > before
-
-
-def any_time(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: a random time has passed."""
-    at = time.monotonic() + rng.uniform(0, 12)
-    return lambda: time.monotonic() > at
-
-
-def writing(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: the temporary folder next to the output has files."""
-    partial = out.parent / f".{out.name}.partial"
-    return lambda: partial.exists() and any(name != "lock" for name in names(partial))
-
-
-def working(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Return a predicate: `prepare` has written another part of its output."""
-    partial = out / ".partial"
-    before = names(partial)
-    return lambda: bool(names(partial) - before)
+    return {
+        "saving": lambda: bool(unfinished()),
+        # A checkpoint is complete but not yet renamed.
+        "sealed": lambda: any((each / "manifest.json").exists() for each in unfinished()),
+        # A new checkpoint has its name, and an old one is deleted next.
+        "committed": lambda: any(name.isdigit() for name in names(checkpoints) - before),
+        "deleting": deleting,
+        # After the last line of metrics before an evaluation; near a change of phase.
+        "evaluating": lambda: last_line(lambda split, step: split == "train" and step % 16 >= 11),
+        "phase": lambda: last_line(lambda _, step: 135 <= step <= 150),
+        # The run has recorded its start and is about to do its first step.
+        "first_step": lambda: size(starts) > starts_before,
+        "any_time": lambda: time.monotonic() > at,
+        "writing": lambda: bool(names(beside) - {"lock"}),
+        # `prepare` has written another part of its output.
+        "working": lambda: bool(names(partial) - parts_before),
+    }
 
 
 TRAINING = (
-    *(saving, saving, sealed, sealed, committed, committed, deleting),
-    *(evaluating, phase, first_step, any_time),
+    *("saving", "saving", "sealed", "sealed", "committed", "committed", "deleting"),
+    *("evaluating", "first_step", "any_time"),
 )
+WRITING = ("writing", "writing", "any_time")
 MOMENTS = {
-    "pretrain": TRAINING,
-    "finetune": tuple(moment for moment in TRAINING if moment is not phase),
-    "prepare": (working, working, any_time),
-    "export": (writing, writing, any_time),
-    "import": (writing, writing, any_time),
+    "pretrain": (*TRAINING, "phase"),
+    "finetune": TRAINING,
+    "lora": TRAINING,
+    "prepare": ("working", "working", "any_time"),
+    "export": WRITING,
+    "import": WRITING,
+    "extend-vocab": WRITING,
 }
 
 
-def kill_once(command: list, out: pathlib.Path, moment, rng: random.Random) -> bool:
+def kill_once(command: list, out: pathlib.Path, moment: str, rng: random.Random) -> bool:
     """Start the command and kill it at the moment; return False if it ended before."""
-    due, delay = moment(out, rng), rng.uniform(0, 0.03)
+    due, delay = moments(out, rng)[moment], rng.uniform(0, 0.03)
     process = start(command)
     while process.poll() is None:
         if due():
@@ -263,46 +230,45 @@ def kill_once(command: list, out: pathlib.Path, moment, rng: random.Random) -> b
 
 def differences(scenario: str, out: pathlib.Path, reference: pathlib.Path) -> list[str]:
     """Return the differences from the folder of the undisturbed run."""
-    if scenario in (*TRAINED, "import"):
-        return trained_differences(out, reference)
-    expected = sorted(str(p.relative_to(reference)) for p in reference.rglob("*") if p.is_file())
-    actual = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
-    if actual != expected:
+    trained = scenario in (*TRAINED, "import", "extend-vocab")
+
+    def compared(folder):
+        files = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+        return sorted(p for p in files if not trained or p.name in LOGS)
+
+    if compared(out) != compared(reference):
         return ["the list of files"]
-    return [
-        name for name in expected if not filecmp.cmp(out / name, reference / name, shallow=False)
+    differ = [
+        str(name)
+        for name in compared(reference)
+        if not filecmp.cmp(out / name, reference / name, shallow=False)
     ]
+    return [*differ, *(array_differences(out, reference) if trained else [])]
 
 
-def trained_differences(out: pathlib.Path, reference: pathlib.Path) -> list[str]:
+def array_differences(out: pathlib.Path, reference: pathlib.Path) -> list[str]:
+    """Return the differences between the checkpoints of two runs."""
     import jax
     import numpy as np
     import orbax.checkpoint as ocp
 
+    def arrays(path):
+        return jax.tree.leaves(ocp.StandardCheckpointer().restore(path.absolute()))
+
+    steps, expected = (
+        sorted(filter(str.isdigit, names(f / "checkpoints"))) for f in (out, reference)
+    )
+    if steps != expected:
+        return [f"the checkpoints that are kept: {steps}, not {expected}"]
     differ = []
-    for name in ("metrics.jsonl", "metrics.json", "vocab.txt"):
-        if (reference / name).exists() and not filecmp.cmp(
-            out / name, reference / name, shallow=False
-        ):
-            differ.append(name)
-    steps = [sorted(n for n in names(f / "checkpoints") if n.isdigit()) for f in (out, reference)]
-    if steps[0] != steps[1]:
-        return [*differ, f"the checkpoints that are kept: {steps[0]}, not {steps[1]}"]
-    for step in steps[0]:
-        for item in ("params", "training"):
-            if (reference / "checkpoints" / step / item).exists():
-                one, other = (
-                    jax.tree.leaves(
-                        ocp.StandardCheckpointer().restore(
-                            f.absolute() / "checkpoints" / step / item
-                        )
-                    )
-                    for f in (out, reference)
-                )
-                if len(one) != len(other) or not all(
-                    np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True)
-                ):
-                    differ.append(f"step {step}: {item}")
+    for step, item in itertools.product(steps, ("params", "training")):
+        ours, theirs = (f / "checkpoints" / step / item for f in (out, reference))
+        if not theirs.exists():
+            continue
+        one, other = arrays(ours), arrays(theirs)
+        equal = functools.partial(np.array_equal, equal_nan=True)
+        if len(one) != len(other) or not all(map(equal, one, other)):
+            differ.append(f"step {step}: {item}")
     return differ
 
 
@@ -313,8 +279,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     options = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # shares a GPU with the runs
-    rng, results = random.Random(options.seed), HERE / "kills.jsonl"
-    done = 0
+    rng, done, number = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory(prefix="bert_jax_kills_") as temporary:
         folder = pathlib.Path(temporary)
         corpus(folder)
@@ -326,30 +291,30 @@ def main() -> None:
         on = {} if device == "1 cpu" else {"device": device}
         # Kill training, which has the most state, three times as often as the others.
         weights = [3 if scenario in TRAINED else 1 for scenario in options.only]
-        number = 0
         while done < options.kills:
             scenario = rng.choices(options.only, weights)[0]
             number += 1
             out = folder / f"{scenario}_{number}"
-            lines = []
-            for _ in range(KILLS_A_RUN):
+            killed = []
+            while len(killed) < KILLS_A_RUN:
                 moment = rng.choice(MOMENTS[scenario])
                 if not kill_once(make[scenario](out), out, moment, rng):
                     break
-                lines.append({"command": scenario, "moment": moment.__name__})
+                killed.append(moment)
             # Commands that create a folder atomically are done if it exists; the others resume.
             if scenario in (*TRAINED, "prepare") or not out.exists():
                 call(*make[scenario](out))
             differ = differences(scenario, out, folder / scenario)
             resumed = [line["step"] for line in workdir.read_lines(out / "starts.jsonl")]
-            with open(results, "a") as file:
-                for line in lines:
-                    line |= {"seed": options.seed, "run": number, "resumed_at": resumed,
-                             "differs": differ, "jax": importlib.metadata.version("jax"), **on}  # fmt: skip
+            about = {"seed": options.seed, "run": number, "resumed_at": resumed, "differs": differ}
+            about |= {"jax": importlib.metadata.version("jax"), **on}
+            with open(HERE / "kills.jsonl", "a") as file:
+                for moment in killed:
+                    line = {"command": scenario, "moment": moment, **about}
                     file.write(json.dumps(line) + "\n")
-            done += len(lines)
-            print(f"{done} kills; {scenario}: {', '.join(line['moment'] for line in lines)}: "
-                  f"{'differs in ' + ', '.join(differ) if differ else 'the same'}", flush=True)  # fmt: skip
+            done += len(killed)
+            outcome = differ or "the same"
+            print(f"{done} kills; {scenario}: {', '.join(killed)}: {outcome}", flush=True)
             if differ:
                 shutil.copytree(out, HERE / "differs", dirs_exist_ok=True)
                 raise SystemExit(f"{scenario}: {differ}")

@@ -7,6 +7,7 @@ process are sampled from /proc twice a second and written to leaks.jsonl, which 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -28,10 +29,8 @@ def disk_bytes(folder: pathlib.Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with contextlib.suppress(OSError):
                 total += os.stat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue
     return total
 
 
@@ -69,12 +68,10 @@ def main() -> None:
         samples, begun = [], time.monotonic()
         while process.poll() is None:
             time.sleep(0.5)
-            try:
-                samples.append(
-                    {"seconds": round(time.monotonic() - begun, 1), **sample(process.pid, out)}
-                )
-            except (OSError, ValueError, IndexError, KeyError):  # not started yet, or ended
-                continue
+            # It has not started yet, or ended.
+            with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+                seconds = round(time.monotonic() - begun, 1)
+                samples.append({"seconds": seconds, **sample(process.pid, out)})
         output = process.communicate()[0]
         if process.returncode:
             raise SystemExit(f"status {process.returncode}\n{output}")

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -27,8 +26,6 @@ class Proxy:
         url: address of the proxy.
         failures: HTTP statuses of the next responses, instead of the server's; 0 for the server's.
         fail_every: every N-th response has status 503 or 429; 0 disables this.
-        replay_every: every N-th write is forwarded again a second later, unless it is conditional,
-            and the others up to a second late; 0 disables this.
         is_down: whether connections are closed without a response.
         silent_every: every N-th request is never answered; 0 disables this.
         requests: method, path and first bytes of the body of every request.
@@ -37,9 +34,8 @@ class Proxy:
     def __init__(self, target: str, port: int):
         self.url, self._target, self._port = f"http://127.0.0.1:{port}", target, port
         self.failures: list[int] = []
-        self.fail_every = self.silent_every = self.replay_every = 0
+        self.fail_every = self.silent_every = 0
         self.is_down = False
-        self._replays: list[asyncio.Task] = []
         self.requests: list[tuple[str, str, bytes]] = []
         self._ready = threading.Event()
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
@@ -67,16 +63,6 @@ class Proxy:
             return web.Response(status=status, text="try again")
         if self.failures and (status := self.failures.pop(0)):
             return web.Response(status=status, text="try again")
-        if self.replay_every and request.method in ("PUT", "POST"):
-            # The real services refuse a conditional write again (412), unlike the servers here.
-            conditions = ("ifgenerationmatch", "if-match", "if-none-match")
-            text = f"{request.raw_path} {[*request.headers]}".lower()
-            is_conditional = any(condition in text for condition in conditions)
-            is_delete = "delete" in request.query
-            if len(self.requests) % self.replay_every == 0 and not (is_conditional or is_delete):
-                self._replays.append(asyncio.create_task(self._replay(request, body)))
-            else:
-                await asyncio.sleep(random.random())
         async with self._send(request, body) as response:
             content = await response.read()
             left_out = ("transfer-encoding", "content-length", "date", "server")
@@ -93,11 +79,6 @@ class Proxy:
             data=body,
             allow_redirects=False,
         )
-
-    async def _replay(self, request: web.Request, body: bytes) -> None:
-        await asyncio.sleep(1)
-        async with self._send(request, body):
-            pass
 
 
 @dataclasses.dataclass
