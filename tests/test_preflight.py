@@ -11,8 +11,9 @@ from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import chips, sharding
-from bert_jax.tools import hlo, preflight
-from bert_jax.tools.hlo import Collective
+from bert_jax.tools.preflight import compiler, estimate, hlo
+from bert_jax.tools.preflight.hlo import Collective
+from bert_jax.tools.preflight.topology import locations, network_seconds, parse_topology
 from bert_jax.training import state as state_lib
 
 # A loop of 3 iterations with nested fusions, an asynchronous all-gather that appears twice, a
@@ -166,16 +167,16 @@ def test_convolution_flops_exclude_padding(left, right, result, attributes, flop
     ],
 )
 def test_network_time_matches_hand_computation(text, seconds):
-    topology = preflight.parse_topology(text)
-    where = preflight.locations(topology)
+    topology = parse_topology(text)
+    where = locations(topology)
     collective = Collective("all-reduce", 10**9, np.arange(len(where))[None], 1)
-    assert preflight.network_seconds(topology, where, collective) == pytest.approx(seconds)
+    assert network_seconds(topology, where, collective) == pytest.approx(seconds)
 
 
 def test_group_along_one_axis_uses_only_its_links():
-    topology = preflight.parse_topology("v5p:4x4x4")
+    topology = parse_topology("v5p:4x4x4")
     row = Collective("all-gather", 10**9, np.arange(64).reshape(16, 4), 5)
-    seconds = preflight.network_seconds(topology, preflight.locations(topology), row)
+    seconds = network_seconds(topology, locations(topology), row)
     assert seconds == pytest.approx(5 * 3 / 4 / (2 * 100))
 
 
@@ -193,20 +194,20 @@ def test_group_along_one_axis_uses_only_its_links():
     ],
 )
 def test_accelerator_type_parses_to_topology(accelerator, topology, devices):
-    parsed = preflight.parse_topology(accelerator)
-    assert parsed == preflight.parse_topology(topology)
+    parsed = parse_topology(accelerator)
+    assert parsed == parse_topology(topology)
     assert parsed.name == topology
-    assert parsed.devices == len(preflight.locations(parsed)) == devices
+    assert parsed.devices == len(locations(parsed)) == devices
     assert parsed.chips == devices // (2 if "tpu7x" in topology else 1)
 
 
 def test_roofline_matches_hand_computation():
     chip = chips.CHIPS["v5e"]
-    result = preflight.roofline(chip, flops=197e12, traffic=819e9 / 2, network=0.25)
+    result = estimate.roofline(chip, flops=197e12, traffic=819e9 / 2, network=0.25)
     assert result["compute_seconds"] == pytest.approx(1)
     assert result["memory_seconds"] == pytest.approx(0.5)
     assert (result["step_seconds"], result["bound"]) == (result["compute_seconds"], "compute")
-    assert preflight.roofline(chip, 0.0, 0.0, 2.0)["bound"] == "network"
+    assert estimate.roofline(chip, 0.0, 0.0, 2.0)["bound"] == "network"
 
 
 def test_out_of_memory_messages_are_parsed():
@@ -214,10 +215,10 @@ def test_out_of_memory_messages_are_parsed():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
         "(17.75G) exceeds available HBM (15.75G)."
     )
-    assert preflight.needed_bytes(message) == 17.75 * 2**30
+    assert compiler.needed_bytes(message) == 17.75 * 2**30
     message = "Ran out of memory in memory space hbm. Used 512.50M of 15.75G hbm. Exceeded"
-    assert preflight.needed_bytes(message) == 512.5 * 2**20
-    assert preflight.needed_bytes("INTERNAL: something else") is None
+    assert compiler.needed_bytes(message) == 512.5 * 2**20
+    assert compiler.needed_bytes("INTERNAL: something else") is None
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_expected_time_uses_measured_utilization(capsys, topology, source, assum
     share = report["utilization"]["share"]
     assert source in report["utilization"]["measured"]
     assert report["utilization"]["assumed"] == assumed
-    peak = preflight.parse_topology(topology).chip.flops
+    peak = parse_topology(topology).chip.flops
     compute = phase["flops"]["formula"] / (share * peak)
     assert phase["expected_step_seconds"] == pytest.approx(
         max(compute, phase["roofline"]["step_seconds"])
@@ -393,7 +394,7 @@ def compiled():
     """The config and phase report of the miniature model, compiled for v5e:2x2."""
     config = small_config(layer_loop="scanned")
     config.mesh.fsdp = 2
-    report = preflight.preflight(config, preflight.parse_topology("v5e:2x2"))
+    report = estimate.preflight(config, parse_topology("v5e:2x2"))
     return config, report["phases"][0]
 
 
@@ -427,7 +428,7 @@ def test_compiled_flops_match_the_formula(compiled):
 @pytest.mark.tpu
 def test_flops_are_read_from_an_unrolled_program_with_a_kernel():
     config = small_config(attention="splash", attention_dropout=0.0, dtype="bfloat16")
-    report = preflight.preflight(config, preflight.parse_topology("v5e:1x1"))
+    report = estimate.preflight(config, parse_topology("v5e:1x1"))
     flops = report["phases"][0]["flops"]
     selected = 64 * (128 + 19) * 128 * 128
     assert flops["compiled"] == pytest.approx(flops["formula"] + 2 * 2 * selected, rel=0.01)

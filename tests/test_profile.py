@@ -13,7 +13,8 @@ from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, FinetuneConfig, PhaseConfig
 from bert_jax.errors import UserError
 from bert_jax.runtime.sharding import shard_batch
-from bert_jax.tools import hlo, profile
+from bert_jax.tools import profile
+from bert_jax.tools.preflight import hlo
 from bert_jax.tools.profile import PARTS
 from bert_jax.training import tracing
 from tests.helpers.runs import assert_same_run, train_here

@@ -198,19 +198,17 @@ def _preflight(options) -> int:
         raise UserError(f"--dollars-per-chip-hour {options.dollars_per_chip_hour}: must be above 0")
 
     from bert_jax.runtime import device
-    from bert_jax.tools import preflight
+    from bert_jax.tools.preflight.estimate import preflight
+    from bert_jax.tools.preflight.report import format_report
+    from bert_jax.tools.preflight.topology import parse_topology
 
-    topologies = [preflight.parse_topology(text) for text in options.topology]
+    topologies = [parse_topology(text) for text in options.topology]
     device.start("cpu", cache=False)
     config, _ = open_start(config, options)
     fits = True
     for i, topology in enumerate(topologies):
-        report = preflight.preflight(
-            config, topology, options.sequences, options.dollars_per_chip_hour
-        )
+        report = preflight(config, topology, options.sequences, options.dollars_per_chip_hour)
         fits = fits and report["fits"]
-        text = (
-            json.dumps(report) if options.json else "\n" * (i > 0) + preflight.format_report(report)
-        )
+        text = json.dumps(report) if options.json else "\n" * (i > 0) + format_report(report)
         print(text, flush=True)
     return 0 if fits else EXIT_NEGATIVE

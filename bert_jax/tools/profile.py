@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 from bert_jax.storage import files
-from bert_jax.tools import hlo
+from bert_jax.tools.preflight import hlo
 from bert_jax.training import tracing
 
 # Parts of a step, and what it waits for.

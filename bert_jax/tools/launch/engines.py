@@ -11,7 +11,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,9 +19,7 @@ from bert_jax import storage
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
 from bert_jax.runtime.chips import CHIPS
 from bert_jax.tools.launch.plan import KILLED, STOP_SECONDS, Plan, Process
-
-if TYPE_CHECKING:
-    from bert_jax.tools.preflight import Topology
+from bert_jax.tools.preflight.topology import Topology, parse_topology, slice_shape
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[3]
 SCRIPTS = CHECKOUT / "launch"
@@ -242,7 +240,7 @@ def _check_accelerator(on: str, job: Job, accelerator: str) -> None:
         )
 
 
-def _check_machines(job: Job, accelerator: str, topology: "Topology", max_chips: int = 0) -> None:
+def _check_machines(job: Job, accelerator: str, topology: Topology, max_chips: int = 0) -> None:
     """Check that the slice of a command in one process has one machine, of at most `max_chips`."""
     max_chips = max_chips or topology.chip.most_on_vm
     if max(topology.chips / max_chips, topology.slices) > 1 and not job.is_distributed:
@@ -252,9 +250,7 @@ def _check_machines(job: Job, accelerator: str, topology: "Topology", max_chips:
         )
 
 
-def _topology(accelerator: str) -> "Topology":
-    from bert_jax.tools.preflight import parse_topology  # which imports JAX
-
+def _topology(accelerator: str) -> Topology:
     topology = parse_topology(accelerator)
     if not topology.is_tpu:
         raise UserError(f"--accelerator {accelerator}: choose from {_tpus()}")
@@ -265,17 +261,15 @@ def _tpus(vm: bool = False) -> str:
     return ", ".join(kind for kind, x in CHIPS.items() if (x.tpu_vm if vm else x.is_tpu))
 
 
-def _tpu_vm(accelerator: str, topology: "Topology") -> tuple[str, str]:
+def _tpu_vm(accelerator: str, topology: Topology) -> tuple[str, str]:
     """Return gcloud's accelerator type, and the version of the VM's software."""
     if topology.chip.tpu_vm is None:
         raise UserError(f"--accelerator {accelerator}: choose from {_tpus(vm=True)}")
     return topology.chip.tpu_vm
 
 
-def _tpu_type(topology: "Topology", kind: str) -> list[str]:
+def _tpu_type(topology: Topology, kind: str) -> list[str]:
     """Return gcloud's options for the type of a slice."""
-    from bert_jax.tools.preflight import slice_shape
-
     cores = topology.chips // topology.slices * topology.chip.cores
     if slice_shape(topology.kind, cores) == topology.shape:
         return [f"--accelerator-type={kind}-{cores}"]
