@@ -1,6 +1,7 @@
 """Estimates without the hardware: compiled programs, rooflines, libtpu's compiler."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -96,7 +97,7 @@ ENTRY %main (a: bf16[16,64], b: bf16[3,64,64], c: f32[256,64], q: f32[2,8,4], k:
 
 
 def test_hlo_counts_include_loop_iterations():
-    program = hlo.read(PROGRAM)
+    program = hlo.Program(PROGRAM)
     loop, once = 2 * 16 * 64 * 64, 2 * 2 * 8 * 16 * 4
     assert program.matrix_flops == 3 * loop + once
     # A layer reads one of the three weight slices and reads and writes the hidden states.
@@ -107,32 +108,42 @@ def test_hlo_counts_include_loop_iterations():
     assert len(program.collectives) == 2
     gathered, scattered = result["all-gather"], result["reduce-scatter"]
     assert (gathered.bytes, gathered.times) == (64 * 64 * 2, 3)
-    assert gathered.groups.tolist() == [[0, 1], [2, 3]]
+    assert gathered.group.tolist() == [0, 1]
     assert gathered.sent_bytes == 3 * 64 * 64 * 2 / 2
     assert (scattered.bytes, scattered.times, scattered.sent_bytes) == (256 * 256, 1, 256 * 128)
     # The kernel's instruction spans three lines.
-    assert hlo.instruction_costs(PROGRAM)["kernel"] == {"attend/pallas_call": 0}
-
-
-def test_text_that_is_no_program_is_an_error():
-    with pytest.raises(ValueError, match="ends in the computation main"):
-        hlo.read(PROGRAM.rstrip().removesuffix("}"))
+    assert program.operations()["kernel"] == {"attend/pallas_call": 0}
 
 
 @pytest.mark.parametrize(
-    ("text", "groups"),
+    ("old", "new", "message"),
     [
-        ("{{0,2},{1,3}}, x", [[0, 2], [1, 3]]),
-        ("[2,2]<=[4], x", [[0, 1], [2, 3]]),
-        ("[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
-        ("mesh['a'=2,'b'=2] {'a'}, x", [[0, 2], [1, 3]]),
-        ("mesh['a'=2,'b'=2] {'a','b'}, x", [[0, 1, 2, 3]]),
-        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x", [[0, 1], [2, 3]]),
-        ("{}, x", [[0]]),
+        ("index=1\n}", "index=1", "ends in the computation main"),
+        # Unlike the lines of a kernel's attributes, it follows a complete instruction.
+        ("  %one =", "  one is 1\n  %one =", "cannot read this line of a program:   one is 1"),
+        ("%body (", "%body [", "cannot read this line of a program:   %state ="),
     ],
 )
-def test_replica_groups_in_every_notation(text, groups):
-    assert hlo.replica_groups(f"channel_id=1, replica_groups={text}").tolist() == groups
+def test_text_that_is_no_program_is_an_error(old, new, message):
+    assert old in PROGRAM
+    with pytest.raises(ValueError, match=message):
+        hlo.Program(PROGRAM.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("text", "group"),
+    [
+        ("{{0,2},{1,3}}, x", [0, 2]),
+        ("[2,2]<=[4], x", [0, 1]),
+        ("[2,2]<=[2,2]T(1,0), x", [0, 2]),
+        ("mesh['a'=2,'b'=2] {'a'}, x", [0, 2]),
+        ("mesh['a'=2,'b'=2] {'a','b'}, x", [0, 1, 2, 3]),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x", [0, 1]),
+        ("{}, x", [0]),
+    ],
+)
+def test_replica_groups_in_every_notation(text, group):
+    assert hlo.first_group(f"channel_id=1, replica_groups={text}").tolist() == group
 
 
 @pytest.mark.parametrize(
@@ -148,7 +159,17 @@ def test_replica_groups_in_every_notation(text, groups):
     ],
 )  # fmt: skip
 def test_convolution_flops_exclude_padding(left, right, result, attributes, flops):
-    assert hlo._convolution_flops(left, right, result, attributes) == flops
+    assert hlo.convolution_flops(left, right, result, attributes) == flops
+
+
+def devices(topology):
+    """Return devices with the coordinates of their chips, slice by slice."""
+    return [
+        SimpleNamespace(slice_index=i, coords=chip)
+        for i in range(topology.slices)
+        for chip in np.ndindex(*topology.shape)
+        for _ in range(topology.chip.devices)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,15 +189,15 @@ def test_convolution_flops_exclude_padding(left, right, result, attributes, flop
 )
 def test_network_time_matches_hand_computation(text, seconds):
     topology = parse_topology(text)
-    where = locations(topology)
-    collective = Collective("all-reduce", 10**9, np.arange(len(where))[None], 1)
+    where = locations(topology, devices(topology))
+    collective = Collective("all-reduce", 10**9, np.arange(len(where)), 1)
     assert network_seconds(topology, where, collective) == pytest.approx(seconds)
 
 
 def test_group_along_one_axis_uses_only_its_links():
     topology = parse_topology("v5p:4x4x4")
-    row = Collective("all-gather", 10**9, np.arange(64).reshape(16, 4), 5)
-    seconds = network_seconds(topology, locations(topology), row)
+    row = Collective("all-gather", 10**9, np.arange(4), 5)
+    seconds = network_seconds(topology, locations(topology, devices(topology)), row)
     assert seconds == pytest.approx(5 * 3 / 4 / (2 * 100))
 
 
@@ -197,7 +218,7 @@ def test_accelerator_type_parses_to_topology(accelerator, topology, devices):
     parsed = parse_topology(accelerator)
     assert parsed == parse_topology(topology)
     assert parsed.name == topology
-    assert parsed.devices == len(locations(parsed)) == devices
+    assert parsed.devices == devices
     assert parsed.chips == devices // (2 if "tpu7x" in topology else 1)
 
 

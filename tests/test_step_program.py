@@ -25,7 +25,7 @@ from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import ACTIVATIONS, gather_rows, one_hot_gather
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
-from bert_jax.tools.preflight.compiler import tpu_devices
+from bert_jax.tools.preflight.compiler import abstract_devices
 from bert_jax.tools.preflight.topology import parse_topology
 from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
@@ -170,7 +170,7 @@ def test_gradients_of_parameters_are_accumulated_in_float32():
 
 @pytest.mark.tpu
 def test_gradients_are_added_in_float32_by_the_program_for_tpus():
-    devices = tpu_devices(parse_topology("v5e:2x2"))
+    devices = abstract_devices(parse_topology("v5e:2x2"))
     mesh = sharding.make_mesh(MeshConfig(), list(devices))
     config, phase = small_phase(dtype="bfloat16")
     _, state = state_lib.initial_state(config, phase, mesh)

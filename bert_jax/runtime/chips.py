@@ -52,6 +52,12 @@ class Chip(NamedTuple):
         return 2 if self.axes == 3 else 1
 
 
+GPUS_A_NODE = 8
+# Maximum length of an axis of a TPU slice with two axes. Such an axis is a ring.
+LONGEST_AXIS = 16
+# Of chips on which BERT was not measured.
+ASSUMED_UTILIZATION = (0.28, "this project, base, T=128, on one H100 (experiments/speed)")
+
 _GIB = 2**30
 _CLOUD = "docs.cloud.google.com/tpu/docs"
 # Memory of TPUs is what libtpu's compiler reports as available (0.0.42; 0.0.50 for TPU7x). Link
@@ -145,7 +151,7 @@ CHIPS = {
         network_bandwidth=50e9,
         source="NVIDIA H100 SXM data sheet; DGX H100: 8 x 400 Gbit/s a node",
         example="h100:8",
-        utilization=(0.28, "this project, base, T=128, on one H100 (experiments/speed)"),
+        utilization=ASSUMED_UTILIZATION,
     ),
     "h200": Chip(
         ("NVIDIA H200",),

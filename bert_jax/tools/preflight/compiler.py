@@ -1,10 +1,15 @@
-"""Compile the training step for a topology without the hardware."""
+"""Compile the training step for a topology without the hardware, and read what it needs.
+
+A platform has a compiler if `abstract_devices` returns devices of it to make a mesh of: so far TPUs
+have. The rest of this module reads the compiled program, of any platform.
+"""
 
 import importlib.util
 import math
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +17,23 @@ import jax
 
 from bert_jax.config.schema import Config
 from bert_jax.errors import UserError
+from bert_jax.model import attention
 from bert_jax.objectives.base import Phase
+from bert_jax.tools.preflight import hlo
+from bert_jax.tools.preflight.formulas import StepCost
 from bert_jax.tools.preflight.topology import Topology
 from bert_jax.training.state import State
 from bert_jax.training.step import compile_step
 
 
 class NotCompiled(UserError):
-    """Libtpu failed to compile a program for another reason than memory."""
+    """The compiler failed for another reason than memory."""
 
 
-def tpu_devices(topology: Topology) -> Sequence[Any]:
-    """Return abstract devices to compile for."""
+def abstract_devices(topology: Topology) -> Sequence[Any]:
+    """Return abstract devices to compile for; () if there is no compiler for this platform."""
+    if not topology.is_tpu:
+        return ()
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"compiling for {topology.name} needs libtpu: pip install 'bert-jax[tpu]' here, "
@@ -48,49 +58,78 @@ def tpu_devices(topology: Topology) -> Sequence[Any]:
         options["chip_config_name"] = "megacore"  # else a chip's two cores are two devices
     if math.prod(topology.shape) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    name = Topology(topology.kind, topology.shape, 1).name
+    name = topology._replace(slices=1).name
     try:
         return topologies.get_topology_desc(name, "tpu", **options).devices
     except (RuntimeError, ValueError) as error:
-        needs = "it"
-        if topology.kind == "tpu7x":
-            needs = "it, which needs JAX 0.12 and libtpu 0.0.50 (Python 3.12 or newer)"
+        needs = ", which needs JAX 0.12 and libtpu 0.0.50 (Python 3.12 or newer)"
         raise UserError(
-            f"topology {topology.name!r}: the installed libtpu does not support {needs}; use one like "
-            f"{topology.chip.example} ({str(error).splitlines()[0]})"
+            f"topology {topology.name!r}: the installed libtpu does not support it"
+            f"{needs if topology.kind == 'tpu7x' else ''}; use one like {topology.chip.example} "
+            f"({str(error).splitlines()[0]})"
         ) from error
 
 
-def compile_for(
-    config: Config, phase: Phase, topology: Topology, mesh: Any, state: State
-) -> tuple[Any, float | None]:
-    """Compile the step; return None and the bytes that it needs if it does not fit."""
-    hint = "--config.model.layer_loop=scanned compiles sooner"
+def compiled_cost(
+    config: Config, phase: Phase, topology: Topology, mesh: Any, state: State, state_bytes: int
+) -> StepCost | float:
+    """Compile the step and return its cost; if it does not fit, the bytes that it needs.
+
+    `state_bytes` is the size per device of the step's arguments without padding.
+    """
+    scanned = config.model.layer_loop == "scanned"
+    hint = "" if scanned else "; --config.model.layer_loop=scanned compiles sooner"
     print(
         f"compiling the step of {phase.batch_size} rows of T={phase.tokens} for {topology.name}, "
-        f"which takes minutes{'' if config.model.layer_loop == 'scanned' else f'; {hint}'}",
+        f"which takes minutes{hint}",
         file=sys.stderr,
         flush=True,
     )
+    start = time.monotonic()
     try:
-        return compile_step(config, phase, mesh, state), None
+        compiled = compile_step(config, phase, mesh, state)
     except jax.errors.JaxRuntimeError as error:
-        needed = needed_bytes(str(error))
-        if needed is None:
-            raise NotCompiled(
-                f"libtpu failed to compile the step of T={phase.tokens} for {topology.name} "
-                f"({' '.join(str(error).split())[:300]}): try another mesh, batch size or version of libtpu"
-            ) from error
-        return None, needed
+        if needed := needed_bytes(str(error)):
+            return needed
+        raise NotCompiled(
+            f"the step of T={phase.tokens} could not be compiled for {topology.name} "
+            f"({' '.join(str(error).split())[:300]}): try another mesh, batch size or version of the compiler"
+        ) from error
+    seconds = time.monotonic() - start
+    analysis, program = compiled.memory_analysis(), hlo.Program(compiled.as_text())
+    memory = {
+        "padding": max(analysis.argument_size_in_bytes - state_bytes, 0),
+        "temporaries": analysis.temp_size_in_bytes,
+        "program": analysis.generated_code_size_in_bytes,
+        "arguments": analysis.argument_size_in_bytes,
+    }
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    memory["total"] = memory["arguments"] + results + memory["temporaries"] + memory["program"]
+    # A Pallas kernel's products are not in the program's text.
+    kernel_flops, rows = 0.0, phase.batch_size / topology.devices
+    if config.model.attention in attention.KERNELS:
+        kernel_flops = 12.0 * config.model.layers * phase.tokens**2 * config.model.hidden * rows
+    expected = phase.objective.flops_per_row * rows - kernel_flops
+    if program.matrix_flops < expected / 2:
+        raise NotCompiled(
+            f"{topology.name}: the compiled program has {program.matrix_flops:.3g} FLOPs besides "
+            f"attention, by formula the step has {expected:.3g}: this version of bert_jax cannot read "
+            "the compiler's programs; use the versions of JAX and libtpu that it was tested with"
+        )
+    return StepCost(
+        memory,
+        program.matrix_flops + kernel_flops,
+        program.traffic_bytes,
+        program.collectives,
+        compile_seconds=seconds,
+        cost_analysis_flops=(compiled.cost_analysis() or {}).get("flops"),
+    )
 
 
 def needed_bytes(message: str) -> float | None:
     """Parse the total bytes that a program needs from a compiler error; None for other errors."""
     # The "HLO temporaries" of this message include arguments and results.
-    pattern = (
-        r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm"
-    )
+    pattern = r"(?:HLO temporaries \(|Used )([\d.]+)([KMGT])(?:\) exceeds| of [\d.]+[KMGT] hbm)"
     if not (match := re.search(pattern, message)):
         return None
-    number, unit = (part for part in match.groups() if part)
-    return float(number) * 2.0 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit]
+    return float(match[1]) * 2.0 ** {"K": 10, "M": 20, "G": 30, "T": 40}[match[2]]

@@ -1,7 +1,6 @@
 """The estimate of a run: memory, time and cost, by phase and in total."""
 
 import dataclasses
-import time
 from typing import Any
 
 import jax
@@ -14,27 +13,11 @@ from bert_jax.objectives.base import Phase
 from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
-from bert_jax.runtime.chips import CHIPS, Chip
-from bert_jax.tools.preflight import hlo
-from bert_jax.tools.preflight.compiler import NotCompiled, compile_for, tpu_devices
-from bert_jax.tools.preflight.formulas import (
-    expected_collectives,
-    expected_temporaries,
-    expected_traffic,
-    would_fit,
-)
+from bert_jax.runtime.chips import ASSUMED_UTILIZATION, Chip
+from bert_jax.tools.preflight.compiler import abstract_devices, compiled_cost
+from bert_jax.tools.preflight.formulas import StepCost, formula_cost, would_fit
 from bert_jax.tools.preflight.topology import Location, Topology, locations, network_seconds
 from bert_jax.training.state import initial_state
-
-# Whose utilization is assumed for chips on which BERT was not measured.
-_ASSUMED = "h100"
-
-
-def utilization(chip: Chip) -> dict[str, Any]:
-    """Return the expected utilization of a chip, and whether it was measured on another one."""
-    measured_here = chip.utilization
-    share, measured = measured_here or CHIPS[_ASSUMED].utilization or (1.0, "")
-    return {"share": share, "measured": measured, "assumed": measured_here is None}
 
 
 def preflight(
@@ -52,7 +35,7 @@ def preflight(
         seconds per step, unless the name says otherwise.
 
     Raises:
-        NotCompiled: libtpu failed for another reason than memory.
+        NotCompiled: the compiler failed for another reason than memory.
     """
     has_vocab_size = bool(config.model.vocab_size)
     sizes = sharding.mesh_sizes(config.mesh, topology.devices)
@@ -65,30 +48,29 @@ def preflight(
     # GPU kernels cannot be traced without the GPU's libraries, and nothing is compiled for GPUs.
     traced = implementation if topology.is_tpu else lambda _: "xla"
     config, phases = pretraining.abstract_phases(config, sequences, traced)
-    if topology.is_tpu:
-        devices = tpu_devices(topology)
-        mesh = sharding.make_mesh(config.mesh, list(devices))
-        device_locations = locations(topology, list(mesh.devices.flat))
-    else:
-        mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
-        device_locations = locations(topology)
+    mesh, devices = jax.sharding.AbstractMesh(sizes, sharding.AXES), abstract_devices(topology)
+    if devices:
+        mesh = sharding.make_mesh(config.mesh, devices)
+        devices = mesh.devices.flat
+    places = locations(topology, devices)
     for i, phase in enumerate(phases):
         sharding.check_batch(mesh, phase.batch_size, phase.accumulation, batch_size_key(config, i))
-    entries, first_step = [], 0
-    for i, (phase_config, phase) in enumerate(zip(config.phases, phases, strict=True)):
+    chip, entries, first_step = topology.chip, [], 0
+    utilization = dict(
+        zip(("share", "measured"), chip.utilization or ASSUMED_UTILIZATION, strict=True)
+    )
+    for i, phase in enumerate(phases):
         model = dataclasses.replace(config.model, attention=implementation(phase.tokens))
         resolved = dataclasses.replace(config, model=model)  # for the formulas
-        entry = _phase(resolved, i, phase, topology, mesh, sizes, device_locations)
-        steps = phase.end_step - first_step
-        entry |= {"steps": steps, "rows_from": phase_config.rows or None}
-        for prefix, seconds in (
-            ("", entry["roofline"]["step_seconds"]),
-            ("expected_", entry["expected_step_seconds"]),
-        ):
-            entry |= _hours(prefix, steps * seconds / 3600, topology)
-        entries.append(entry)
-        first_step = phase.end_step
-    shapes = jax.eval_shape(phases[0].objective.init, jax.random.key(0))
+        entry = _phase(resolved, i, phase, topology, mesh, places, utilization["share"])
+        steps, first_step = phase.end_step - first_step, phase.end_step
+        entries.append({
+            **entry,
+            "steps": steps,
+            "rows_from": config.phases[i].rows or None,
+            "hours": steps * entry["roofline"]["step_seconds"] / 3600,
+            "expected_hours": steps * entry["expected_step_seconds"] / 3600,
+        })  # fmt: skip
     report = {
         "topology": topology.name,
         "chips": topology.chips,
@@ -96,25 +78,27 @@ def preflight(
         "attention": attention.attention_line(
             config, platform, sizes[-1], [phase.tokens for phase in phases]
         ),
-        "device": topology.chip.device_kinds[0],
-        "source": topology.chip.source,
+        "device": chip.device_kinds[0],
+        "source": chip.source,
         "mesh": dict(zip(sharding.AXES, sizes, strict=True)),
-        "parameters": parameter_count(shapes, config.model),
+        "parameters": parameter_count(
+            jax.eval_shape(phases[0].objective.init, jax.random.key(0)), config.model
+        ),
         "vocab_size": config.model.vocab_size,
         "vocab_size_assumed": not has_vocab_size and not any(phase.rows for phase in config.phases),
         "phases": entries,
         "fits": all(entry["fits"] for entry in entries),
-        "utilization": utilization(topology.chip),
+        "utilization": {**utilization, "assumed": chip.utilization is None},
     }
     for prefix in ("", "expected_"):
-        report |= _hours(prefix, sum(entry[f"{prefix}hours"] for entry in entries), topology)
+        hours = sum(entry[f"{prefix}hours"] for entry in entries)
         price = dollars_per_chip_hour
-        report[f"{prefix}dollars"] = price and report[f"{prefix}chip_hours"] * price
+        report |= {
+            f"{prefix}hours": hours,
+            f"{prefix}chip_hours": hours * topology.chips,
+            f"{prefix}dollars": price and hours * topology.chips * price,
+        }
     return report
-
-
-def _hours(prefix: str, hours: float, topology: Topology) -> dict[str, float]:
-    return {f"{prefix}hours": hours, f"{prefix}chip_hours": hours * topology.chips}
 
 
 def _phase(
@@ -123,88 +107,62 @@ def _phase(
     phase: Phase,
     topology: Topology,
     mesh: Any,
-    sizes: tuple[int, int, int],
-    device_locations: list[Location],
+    places: list[Location],
+    utilization: float,
 ) -> dict[str, Any]:
-    chip, model = topology.chip, config.model
+    chip = topology.chip
     _, state = initial_state(config, phase, mesh)
     batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
-    params = sharding.bytes_per_device(state.params)
-    state_bytes = sharding.bytes_per_device((state, batch))
     memory: dict[str, Any] = {
-        "parameters": params,
+        "parameters": sharding.bytes_per_device(state.params),
         "optimizer": sharding.bytes_per_device(state.optimizer),
         "batch": sharding.bytes_per_device(batch),
     }
-    formula_flops = phase.objective.flops_per_row * phase.batch_size / topology.devices
-    flops: dict[str, Any] = {"formula": formula_flops, "compiled": None, "cost_analysis": None}
-    compiled, compile_seconds, needed = None, None, None
-    if topology.is_tpu:
-        start = time.monotonic()
-        compiled, needed = compile_for(config, phase, topology, mesh, state)
-        compile_seconds = time.monotonic() - start
-    if compiled is not None:
-        analysis, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
-        arguments = analysis.argument_size_in_bytes
-        new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        memory |= {
-            "padding": arguments - program.argument_bytes,
-            "temporaries": analysis.temp_size_in_bytes,
-            "program": analysis.generated_code_size_in_bytes,
-            "arguments": arguments,
-        }
-        memory["total"] = arguments + new + memory["temporaries"] + memory["program"]
-        # A Pallas kernel's products are not in the program's text.
-        kernel_flops = 0.0
-        if model.attention in attention.KERNELS:
-            kernel_flops = 12.0 * model.layers * phase.tokens**2 * model.hidden
-            kernel_flops *= phase.batch_size / topology.devices
-        flops["compiled"] = computed = program.matrix_flops + kernel_flops
-        if program.matrix_flops < (formula_flops - kernel_flops) / 2:
-            raise NotCompiled(
-                f"{topology.name}: the program that libtpu compiled has {program.matrix_flops:.3g} FLOPs "
-                f"besides attention, by formula the step has {formula_flops - kernel_flops:.3g}: this "
-                "version of bert_jax cannot read the text of libtpu's programs; use the versions of JAX "
-                "and libtpu that it was tested with"
-            )
-        flops["cost_analysis"] = (compiled.cost_analysis() or {}).get("flops")
-        collectives, traffic = program.collectives, program.traffic_bytes
+    state_bytes = sharding.bytes_per_device((state, batch))
+    needed = None
+    if isinstance(mesh, sharding.Mesh):
+        needed = compiled_cost(config, phase, topology, mesh, state, state_bytes)
+    if is_compiled := isinstance(needed, StepCost):
+        cost = needed
     else:
-        memory["temporaries"] = (
-            needed - state_bytes if needed else expected_temporaries(config, phase, sizes, params)
-        )
-        memory["total"] = state_bytes + memory["temporaries"]
-        collectives = expected_collectives(config, phase, sizes, params)
-        traffic = expected_traffic(config, phase, sizes, params)
-        computed = formula_flops * (4 / 3 if model.remat == "full" else 1)
-    fits = compiled is not None or (not needed and memory["total"] <= chip.memory_bytes)
+        sizes = tuple(mesh.shape.values())
+        cost = formula_cost(config, phase, sizes, memory["parameters"], state_bytes)
+        if needed:
+            cost.memory.update(temporaries=needed - state_bytes, total=needed)
+    memory |= {**cost.memory, "capacity": chip.memory_bytes}
+    fits = is_compiled or (needed is None and memory["total"] <= chip.memory_bytes)
     sent: dict[str, dict[str, Any]] = {}
-    for collective in collectives:
+    for collective in cost.collectives:
         kind = sent.setdefault(collective.kind, {"bytes": 0.0, "times": 0, "seconds": 0.0})
         kind["bytes"] += collective.sent_bytes
         kind["times"] += collective.times
-        kind["seconds"] += network_seconds(topology, device_locations, collective)
+        kind["seconds"] += network_seconds(topology, places, collective)
     # By default, TPUs multiply float32 in one bfloat16 pass, and GPUs as TF32 at half the rate.
-    peak = chip.flops / (1 if topology.is_tpu or model.dtype == "bfloat16" else 2)
+    peak = chip.flops / (1 if topology.is_tpu or config.model.dtype == "bfloat16" else 2)
     network = sum((kind["seconds"] for kind in sent.values()), 0.0)
-    times = roofline(chip._replace(flops=peak), computed, traffic, network)
+    times = roofline(chip._replace(flops=peak), cost.flops, cost.traffic, network)
     # Utilization counts the FLOPs of the model, without recomputation.
-    share = utilization(topology.chip)["share"]
-    expected = max(times["step_seconds"], formula_flops / (share * peak))
+    formula_flops = phase.objective.flops_per_row * phase.batch_size / topology.devices
+    expected = max(times["step_seconds"], formula_flops / (utilization * peak))
     assert isinstance(phase.objective, MaskedLM)
-    temporaries = memory["temporaries"]
+    change = None if fits else would_fit(config, i, phase, topology, state, memory["temporaries"])
     return {
         "tokens": phase.tokens,
         "sequences": phase.objective.masker.sequences,
         "batch_size": phase.batch_size,
         "accumulation": phase.accumulation,
-        "method": "formula" if compiled is None else "compiled",
-        "compile_seconds": compile_seconds,
-        "memory": {**memory, "capacity": chip.memory_bytes},
+        "method": "compiled" if is_compiled else "formula",
+        "rejected": isinstance(needed, float),
+        "compile_seconds": cost.compile_seconds,
+        "memory": memory,
         "fits": fits,
-        "would_fit": None if fits else would_fit(config, i, phase, topology, state, temporaries),
-        "flops": flops,
-        "traffic": traffic,
+        "would_fit": change,
+        "flops": {
+            "formula": formula_flops,
+            "compiled": cost.flops if is_compiled else None,
+            "cost_analysis": cost.cost_analysis_flops,
+        },
+        "traffic": cost.traffic,
         "collectives": sent,
         "roofline": times,
         "tokens_per_second": phase.batch_size * phase.tokens / times["step_seconds"],

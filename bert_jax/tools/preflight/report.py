@@ -6,14 +6,14 @@ from bert_jax.runtime.chips import Chip, find
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """Format a report as text."""
+    """Format the result of `preflight` as text."""
     chip = find(report["device"])
     assert chip
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
     per_chip = report["devices"] // report["chips"]
+    several = f" of {per_chip} devices" if per_chip > 1 else ""
     lines = [
-        f"{report['topology']}: {report['chips']:,} x {report['device']}"
-        f"{f' of {per_chip} devices' if per_chip > 1 else ''}, mesh {mesh}; "
+        f"{report['topology']}: {report['chips']:,} x {report['device']}{several}, mesh {mesh}; "
         f"{report['parameters']:,} parameters",
         report["attention"],
     ]
@@ -21,24 +21,17 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, since no rows are given")
     for i, phase in enumerate(report["phases"]):
         lines += ["", *_phase_lines(i, phase, chip)]
+    lines.append("")
+    for name, prefix in (("expected", "expected_"), ("at least", "")):
+        hours, chip_hours, dollars = (
+            report[f"{prefix}{key}"] for key in ("hours", "chip_hours", "dollars")
+        )
+        price = "" if dollars is None else f", {dollars:,.2f} dollars"
+        lines.append(f"total, {name}: {hours:,.2f} hours, {chip_hours:,.1f} chip-hours{price}")
     used = report["utilization"]
-    lines += [
-        "",
-        _total("total, expected", report, "expected_"),
-        _total("total, at least", report, ""),
-        f"expected at {used['share']:.0%} of the peak, "
-        + (f"ASSUMED from {used['measured']}" if used["assumed"] else f"as in {used['measured']}"),
-        f"data sheet: {report['source']}",
-    ]
-    return "\n".join(lines)
-
-
-def _total(name: str, report: dict[str, Any], prefix: str) -> str:
-    hours, chip_hours, dollars = (
-        report[f"{prefix}{key}"] for key in ("hours", "chip_hours", "dollars")
-    )
-    price = "" if dollars is None else f", {dollars:,.2f} dollars"
-    return f"{name}: {hours:,.2f} hours, {chip_hours:,.1f} chip-hours{price}"
+    source = f"{'ASSUMED from' if used['assumed'] else 'as in'} {used['measured']}"
+    lines += [f"expected at {used['share']:.0%} of the peak, {source}"]
+    return "\n".join([*lines, f"data sheet: {report['source']}"])
 
 
 def _size(count: int | float) -> str:
@@ -48,12 +41,14 @@ def _size(count: int | float) -> str:
 
 def _phase_lines(i: int, phase: dict[str, Any], chip: Chip) -> list[str]:
     memory, flops, times = phase["memory"], phase["flops"], phase["roofline"]
-    compiled = phase["method"] == "compiled"
-    how = "BY FORMULA, not compiled"
-    if compiled:
+    how, counted = "BY FORMULA, not compiled", ""
+    if phase["method"] == "compiled":
         how = f"compiled in {phase['compile_seconds']:.0f} s"
-    elif phase["compile_seconds"] is not None:
+        counted = f", compiled {flops['compiled']:.4g}"
+    elif phase["rejected"]:
         how = "BY FORMULA: the compiler rejects a program that does not fit"
+    if flops["cost_analysis"]:
+        counted += f" (XLA's cost analysis, which counts loops once: {flops['cost_analysis']:.4g})"
     parts = f" in {phase['accumulation']} parts" if phase["accumulation"] > 1 else ""
     lines = [
         f"phase {i}: {phase['steps']:,} steps of {phase['batch_size']:,} rows{parts}, "
@@ -64,34 +59,28 @@ def _phase_lines(i: int, phase: dict[str, Any], chip: Chip) -> list[str]:
         if name in memory:
             lines.append(f"    {name:14} {_size(memory[name]):>12}")
     verdict = "fits" if phase["fits"] else "DOES NOT FIT"
-    lines.append(
-        f"    {'total':14} {_size(memory['total']):>12} of {_size(memory['capacity'])}: {verdict}"
-    )
-    if not phase["fits"]:
-        change = phase["would_fit"]
-        lines.append(
-            f"    by estimate {change['arguments']} would fit, with {_size(change['total'])}"
-            if change
-            else "    by estimate no remat, accumulation or fsdp would fit: use more chips"
-        )
-    counted = f", compiled {flops['compiled']:.4g}" if compiled else ""
-    if flops["cost_analysis"]:
-        counted += f" (XLA's cost analysis, which counts loops once: {flops['cost_analysis']:.4g})"
+    total, capacity = _size(memory["total"]), _size(memory["capacity"])
+    lines.append(f"    {'total':14} {total:>12} of {capacity}: {verdict}")
+    if change := phase["would_fit"]:
+        size = _size(change["total"])
+        lines.append(f"    by estimate {change['arguments']} would fit, with {size}")
+    elif not phase["fits"]:
+        lines.append("    by estimate no remat, accumulation or fsdp would fit: use more chips")
     lines.append(f"  FLOPs per device and step: formula {flops['formula']:.4g}{counted}")
     for kind, sent in sorted(phase["collectives"].items()):
         lines.append(
             f"  {kind}: {sent['bytes'] / 1e9:.4g} GB sent per device and step, {sent['times']:,} times, "
             f"{sent['seconds'] * 1e3:.3g} ms"
         )
-    link = f"{chip.link_bandwidth / 1e9:g} GB/s per link"
-    lines.append(
-        f"  roofline: compute {times['compute_seconds'] * 1e3:.3g} ms at {times['peak_flops'] / 1e12:g} TFLOP/s, "
-        f"memory {times['memory_seconds'] * 1e3:.3g} ms at {chip.memory_bandwidth / 1e9:g} GB/s, "
-        f"network {times['network_seconds'] * 1e3:.3g} ms at {link}"
+    compute, memory_time, network, step = (
+        f"{times[f'{name}_seconds'] * 1e3:.3g} ms"
+        for name in ("compute", "memory", "network", "step")
     )
-    lines.append(
+    return [
+        *lines,
+        f"  roofline: compute {compute} at {times['peak_flops'] / 1e12:g} TFLOP/s, memory {memory_time} "
+        f"at {chip.memory_bandwidth / 1e9:g} GB/s, network {network} at {chip.link_bandwidth / 1e9:g} "
+        "GB/s per link",
         f"  step: {phase['expected_step_seconds'] * 1e3:.3g} ms expected "
-        f"({phase['expected_tokens_per_second']:,.0f} tokens/s), at least "
-        f"{times['step_seconds'] * 1e3:.3g} ms ({times['bound']})"
-    )
-    return lines
+        f"({phase['expected_tokens_per_second']:,.0f} tokens/s), at least {step} ({times['bound']})",
+    ]

@@ -3,18 +3,16 @@
 import collections
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from bert_jax.errors import UserError
-from bert_jax.runtime.chips import CHIPS, Chip
+from bert_jax.runtime.chips import CHIPS, GPUS_A_NODE, LONGEST_AXIS, Chip
 from bert_jax.tools.preflight.hlo import Collective
 
-GPUS_A_NODE = 8
-# Maximum length of an axis of a TPU slice with two axes.
-_LONGEST = 16
+# A device's island (its slice or node), and its coordinates in the slice; () for GPUs, which are
+# linked to a switch.
+Location = tuple[int, tuple[int, ...]]
 
 
 class Topology(NamedTuple):
@@ -28,7 +26,7 @@ class Topology(NamedTuple):
 
     kind: str
     shape: tuple[int, ...]
-    slices: int
+    slices: int = 1
 
     @property
     def name(self) -> str:
@@ -37,8 +35,13 @@ class Topology(NamedTuple):
         return f"{self.kind}:{'x'.join(map(str, self.shape))}{several}"
 
     @property
+    def chip(self) -> Chip:
+        """Data sheet of a device."""
+        return CHIPS[self.kind]
+
+    @property
     def is_tpu(self) -> bool:
-        """Whether this is a TPU, for which libtpu compiles."""
+        """Whether these are TPUs."""
         return self.chip.is_tpu
 
     @property
@@ -51,17 +54,6 @@ class Topology(NamedTuple):
         """Number of JAX devices in all slices."""
         return self.chips * self.chip.devices
 
-    @property
-    def chip(self) -> Chip:
-        """Data sheet of a device."""
-        return CHIPS[self.kind]
-
-    def wraps(self) -> tuple[bool, ...]:
-        """Return for each axis whether it is a ring: at 16 chips, or if all of three are multiples of 4."""
-        if len(self.shape) == 3:
-            return (all(size % 4 == 0 for size in self.shape),) * 3
-        return tuple(self.is_tpu and size == _LONGEST for size in self.shape)
-
 
 def slice_shape(kind: str, count: int) -> tuple[int, ...] | None:
     """Return the shape in chips of an accelerator type such as `v5e-16` or `v5p-8`.
@@ -71,7 +63,7 @@ def slice_shape(kind: str, count: int) -> tuple[int, ...] | None:
     """
     axes, (chips, rest) = CHIPS[kind].axes, divmod(count, CHIPS[kind].cores)
     power = chips.bit_length() - 1
-    if rest or chips < 1 or chips != 1 << power or (axes == 3 and chips < 4) or chips == 2:
+    if axes == 1 or rest or chips != 1 << max(power, 0) or (axes == 3 and chips < 4) or chips == 2:
         return None
     if axes == 3 and chips == 4:
         return (2, 2, 1)
@@ -80,63 +72,36 @@ def slice_shape(kind: str, count: int) -> tuple[int, ...] | None:
 
 def parse_topology(text: str) -> Topology:
     """Parse `v5p:4x4x4`, `v5e:16x16,slices=4`, `h100:64`, or an accelerator type such as `v5e-16`."""
-    known = ", ".join(kind.example for kind in CHIPS.values())
-    accelerator = re.fullmatch(r"(?:tpu-)?(v5litepod|\w+)-(\d+)(,slices=\d+)?", text)
-    if accelerator:
-        name = accelerator.group(1).replace("v5litepod", "v5e")
-        is_tpu = name in CHIPS and CHIPS[name].is_tpu
-        shape = slice_shape(name, int(accelerator.group(2))) if is_tpu else None
-        if shape is None:
-            raise UserError(
-                f"unknown accelerator type {text!r}: use one like v5e-16, v5p-8 or v6e-8, or a "
-                f"topology like {known}"
-            )
-        text = f"{name}:{'x'.join(map(str, shape))}{accelerator.group(3) or ''}"
-    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:,slices=(\d+))?", text)
-    if not match or match.group(1) not in CHIPS:
+    match = re.fullmatch(r"(?:tpu-)?(\w+)(?::(\d+(?:x\d+)*)|-(\d+))(?:,slices=(\d+))?", text)
+    kind, sizes, count, several = match.groups() if match else ("", "", "", "")
+    kind, shape, slices = kind.replace("v5litepod", "v5e"), None, int(several or 1)
+    if kind in CHIPS:
+        shape = tuple(map(int, sizes.split("x"))) if sizes else slice_shape(kind, int(count))
+    if not shape or len(shape) != CHIPS[kind].axes or 0 in shape or not slices:
+        known = ", ".join(chip.example for chip in CHIPS.values())
         raise UserError(
-            f"unknown topology {text!r}: choose from {', '.join(CHIPS)} with a shape, like {known}, "
-            "or several slices, like v5e:16x16,slices=4"
+            f"unknown topology {text!r}: use a shape like {known}, several slices like "
+            "v5e:16x16,slices=4, or an accelerator type like v5e-16, v5p-8 or v6e-8"
         )
-    name, kind = match.group(1), CHIPS[match.group(1)]
-    shape = tuple(int(size) for size in match.group(2).split("x"))
-    topology = Topology(name, shape, int(match.group(3) or 1))
-    if len(shape) != kind.axes or 0 in shape or topology.slices < 1:
-        raise UserError(f"topology {text!r}: {name} takes a shape like {kind.example}")
-    if kind.axes == 2 and max(shape) > _LONGEST:
-        largest = f"{_LONGEST}x{_LONGEST}"
-        slices = -(-math.prod(shape) // _LONGEST**2)
+    topology = Topology(kind, shape, slices)
+    if topology.chip.axes == 2 and max(shape) > LONGEST_AXIS:
+        largest = f"{LONGEST_AXIS}x{LONGEST_AXIS}"
+        needed = max(-(-math.prod(shape) // LONGEST_AXIS**2), 2)
         raise UserError(
-            f"topology {text!r}: a {name} slice is at most {largest}; "
-            f"use several, {name}:{largest},slices={max(slices, 2)}"
+            f"topology {text!r}: a {kind} slice is at most {largest}; "
+            f"use several, {kind}:{largest},slices={needed}"
         )
     if topology.slices > 1 and (not topology.is_tpu or not topology.chip.network_bandwidth):
-        raise UserError(f"topology {text!r}: {name} does not support slices; remove them")
+        raise UserError(f"topology {text!r}: {kind} does not support slices; remove them")
     return topology
 
 
-class Location(NamedTuple):
-    """Location of a device.
-
-    Attributes:
-        island: its slice or node.
-        coordinates: coordinates in the slice; empty for GPUs, which are linked to a switch.
-    """
-
-    island: int
-    coordinates: tuple[int, ...]
-
-
-def locations(topology: Topology, devices: Sequence[Any] | None = None) -> list[Location]:
-    """Return the locations of all devices in mesh order: that of `devices`, or of coordinates."""
+def locations(topology: Topology, devices: Iterable[Any]) -> list[Location]:
+    """Return the locations of all devices in mesh order, that of `devices` (not read for GPUs)."""
     if not topology.is_tpu:
-        return [Location(i // GPUS_A_NODE, ()) for i in range(topology.devices)]
-    if devices is None:
-        chips = [tuple(map(int, index)) for index in np.ndindex(*topology.shape)]
-        coordinates = [chip for chip in chips for _ in range(topology.chip.devices)]
-        return [Location(i, chip) for i in range(topology.slices) for chip in coordinates]
+        return [(i // GPUS_A_NODE, ()) for i in range(topology.devices)]
     axes = len(topology.shape)
-    return [Location(getattr(d, "slice_index", None) or 0, tuple(d.coords[:axes])) for d in devices]
+    return [(getattr(d, "slice_index", None) or 0, tuple(d.coords[:axes])) for d in devices]
 
 
 def network_seconds(topology: Topology, devices: list[Location], collective: Collective) -> float:
@@ -146,21 +111,23 @@ def network_seconds(topology: Topology, devices: list[Location], collective: Col
     spans, two links on a ring (Austin et al., "How to Scale Your Model", section 3). Between islands,
     each chip sends its share of the island's part.
     """
-    group = [devices[i] for i in collective.groups[0]]
-    islands = collections.Counter(device.island for device in group)
-    inside = max(islands.values())
+    group = [devices[i] for i in collective.group]
+    ((largest, inside), *others) = collections.Counter(island for island, _ in group).most_common()
     passes = 2 if collective.kind == "all-reduce" else 1
     seconds = 0.0
     if inside > 1:
-        first = next(island for island, count in islands.items() if count == inside)
-        coordinates = [device.coordinates for device in group if device.island == first]
-        links = 0 if topology.is_tpu else 1
-        for axis, (size, wraps) in enumerate(zip(topology.shape, topology.wraps(), strict=True)):
-            extent = len({c[axis] for c in coordinates}) if topology.is_tpu else 1
+        coordinates = [place for island, place in group if island == largest]
+        links = 0
+        for size, places in zip(topology.shape, zip(*coordinates, strict=True), strict=False):
+            extent = len({*places})
+            # With three axes, all are rings if all are multiples of 4.
+            wraps = size == LONGEST_AXIS
+            if len(topology.shape) == 3:
+                wraps = all(length % 4 == 0 for length in topology.shape)
             links += (2 if wraps and extent == size > 2 else 1) if extent > 1 else 0
         share = 1.0 if collective.kind == "collective-permute" else passes * (inside - 1) / inside
         seconds += share * collective.bytes / (max(links, 1) * topology.chip.link_bandwidth)
-    if len(islands) > 1:
-        share = passes * (len(islands) - 1) / len(islands)
+    if others:
+        share = passes * len(others) / (len(others) + 1)
         seconds += share * collective.bytes / inside / topology.chip.network_bandwidth
     return seconds * collective.times
