@@ -60,9 +60,7 @@ def add_launch(verbs: Verbs) -> None:
         ("--image", "container image with bert-jax (gke, sky, slurm)"),
         ("--zone", "such as us-west4-a (tpu-vm)"),
         ("--project", "default: gcloud's (tpu-vm)"),
-        ("--runtime", "TPU VM software version (tpu-vm)"),
         ("--queue", "local queue of Kueue (gke)"),
-        ("--namespace", "default: kubectl's (gke)"),
         ("--service-account", "Kubernetes account that may use the bucket (gke)"),
     ):
         engine.add_argument(name, help=text)

@@ -165,7 +165,6 @@ def tpu_vm(
     accelerator: str,
     zone: str,
     project: str = "",
-    runtime: str = "",
     spot: bool = False,
     keep: bool = False,
     restarts: int = 100,
@@ -177,16 +176,16 @@ def tpu_vm(
     copied to the folder that the command writes to. This process follows the log, and creates the
     slices again after preemption.
     """
-    topology = _topology(accelerator)
+    topology = _topology(accelerator, vm=True)
     _check_machines(job, accelerator, topology)
-    kind, default_runtime = _tpu_vm(accelerator, topology)
+    kind, runtime = topology.chip.tpu_vm or ("", "")
     queued = ["gcloud", "compute", "tpus", "queued-resources"]
     location = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
     several = [f"--node-count={topology.slices}", f"--node-prefix={job.name}"]
     create = [
         *(*queued, "create", job.name, *location),
         *(several if topology.slices > 1 else [f"--node-id={job.name}"]),
-        *(*_tpu_type(topology, kind), f"--runtime-version={runtime or default_runtime}"),
+        *(*_tpu_type(topology, kind), f"--runtime-version={runtime}"),
         *(["--spot"] if spot else []),
         *extra,
     ]
@@ -250,22 +249,13 @@ def _check_machines(job: Job, accelerator: str, topology: Topology, max_chips: i
         )
 
 
-def _topology(accelerator: str) -> Topology:
+def _topology(accelerator: str, vm: bool = False) -> Topology:
+    """Return a topology of TPUs; with `vm`, of those that Cloud TPU VMs have."""
     topology = parse_topology(accelerator)
-    if not topology.is_tpu:
-        raise UserError(f"--accelerator {accelerator}: choose from {_tpus()}")
+    tpus = [kind for kind, chip in CHIPS.items() if (chip.tpu_vm if vm else chip.is_tpu)]
+    if topology.kind not in tpus:
+        raise UserError(f"--accelerator {accelerator}: choose from {', '.join(tpus)}")
     return topology
-
-
-def _tpus(vm: bool = False) -> str:
-    return ", ".join(kind for kind, x in CHIPS.items() if (x.tpu_vm if vm else x.is_tpu))
-
-
-def _tpu_vm(accelerator: str, topology: Topology) -> tuple[str, str]:
-    """Return gcloud's accelerator type, and the version of the VM's software."""
-    if topology.chip.tpu_vm is None:
-        raise UserError(f"--accelerator {accelerator}: choose from {_tpus(vm=True)}")
-    return topology.chip.tpu_vm
 
 
 def _tpu_type(topology: Topology, kind: str) -> list[str]:
@@ -282,7 +272,6 @@ def gke(
     image: str,
     accelerator: str = "",
     queue: str = "",
-    namespace: str = "",
     service_account: str = "",
     spot: bool = False,
     restarts: int = 100,
@@ -310,72 +299,65 @@ def gke(
         resources = {"limits": {"google.com/tpu": on_a_machine}}
     if spot:
         nodes["cloud.google.com/gke-spot"] = "true"
-    container = {
-        "name": "bert-jax",
-        "image": image,
-        # Kubernetes expands $(NAME), and turns $$ into $.
-        "command": [part.replace("$", "$$") for part in ["bert-jax", *job.command]],
-        "env": [
-            {"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()
-        ],
-        "resources": resources,
-    }
     pod = {
         **({"serviceAccountName": service_account} if service_account else {}),
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(STOP_SECONDS),
         "nodeSelector": nodes,
-        "containers": [container],
+        "containers": [
+            {
+                "name": "bert-jax",
+                "image": image,
+                # Kubernetes expands $(NAME), and turns $$ into $.
+                "command": [part.replace("$", "$$") for part in ["bert-jax", *job.command]],
+                "env": [{"name": k, "value": v.replace("$", "$$")} for k, v in variables.items()],
+                "resources": resources,
+            }
+        ],
     }
     if slices > 1:  # between slices, a host's own network is faster than that of Kubernetes
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     # A pod that fails fails its job, which restarts all jobs, but for statuses that are final.
-    final = [EXIT_NEGATIVE, EXIT_USER_ERROR]
-    rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": final}}
+    final = {"operator": "In", "values": [EXIT_NEGATIVE, EXIT_USER_ERROR]}
     slice_job = {
         "parallelism": machines,
         "completions": machines,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [rule]},
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final}]},
         "template": {"spec": pod},
     }
-    stops = {
-        "name": "final",
-        "action": "FailJobSet",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-    }
     # JobSet labels the jobs and pods with its name, but not itself; `status` selects by it.
-    labels = {"jobset.sigs.k8s.io/jobset-name": job.name}
+    metadata: dict[str, Any] = {
+        "name": job.name,
+        "labels": {"jobset.sigs.k8s.io/jobset-name": job.name},
+    }
     if queue:
-        labels["kueue.x-k8s.io/queue-name"] = queue
-    # Each job has a node pool, that is a slice, for itself.
-    annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = queue
+    if accelerator:  # each job has a node pool, that is a slice, for itself
+        exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+        metadata["annotations"] = {exclusive: "cloud.google.com/gke-nodepool"}
+    stop = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {
-            "name": job.name,
-            "labels": labels,
-            **({"annotations": annotations} if accelerator else {}),
-        },
+        "metadata": metadata,
         "spec": {
-            "failurePolicy": {"maxRestarts": restarts, "rules": [stops]},
+            "failurePolicy": {"maxRestarts": restarts, "rules": [stop]},
             "replicatedJobs": [
                 {"name": "slice", "replicas": slices, "template": {"spec": slice_job}}
             ],
         },
     }
     path = str(state_folder(job.name) / "jobset.yaml")
-    kubectl = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
     label = f"--selector=jobset.sigs.k8s.io/jobset-name={job.name}"
     return Plan(
         files={path: _yaml(manifest)},
-        setup=[[*kubectl, "apply", f"--filename={path}"]],
-        status=[*kubectl, "get", "jobset,pods", label],
-        logs=[*kubectl, "logs", "--follow", label, "--prefix", "--tail=100",
+        setup=[["kubectl", "apply", f"--filename={path}"]],
+        status=["kubectl", "get", "jobset,pods", label],
+        logs=["kubectl", "logs", "--follow", label, "--prefix", "--tail=100",
               "--max-log-requests=1000"],
-        stop=[[*kubectl, "delete", "jobset", job.name]],
+        stop=[["kubectl", "delete", "jobset", job.name]],
     )  # fmt: skip
 
 
@@ -416,10 +398,9 @@ def sky(
     if accelerator:
         resources["accelerators"] = accelerator
     if is_tpu:  # SkyPilot's default runtime is wrong for some slices
-        topology = _topology(accelerator)
+        topology = _topology(accelerator, vm=True)
         _check_machines(job, accelerator, topology)
-        _, runtime = _tpu_vm(accelerator, topology)
-        resources["accelerator_args"] = {"runtime_version": runtime}
+        resources["accelerator_args"] = {"runtime_version": (topology.chip.tpu_vm or ("", ""))[1]}
     processes = ""
     if job.is_distributed:
         processes = "export BERT_JAX_DISTRIBUTED=auto\n" if is_tpu else _SKY_PROCESSES
