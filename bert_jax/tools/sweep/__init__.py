@@ -23,26 +23,12 @@ log              its standard output and error
 attempts.jsonl   every start, and its end: when, duration, exit status
 """
 
-from bert_jax.tools.sweep.points import (
-    SCALES,
-    Point,
-    Sweep,
-    SweepArgs,
-    grid,
-    load,
-    module_of,
-    ordered,
-    select,
-)
-
-__all__ = [
-    "SCALES",
-    "Point",
-    "Sweep",
-    "SweepArgs",
-    "grid",
-    "load",
-    "module_of",
-    "ordered",
-    "select",
-]
+from bert_jax.tools.sweep.points import SCALES as SCALES
+from bert_jax.tools.sweep.points import Point as Point
+from bert_jax.tools.sweep.points import Sweep as Sweep
+from bert_jax.tools.sweep.points import SweepArgs as SweepArgs
+from bert_jax.tools.sweep.points import grid as grid
+from bert_jax.tools.sweep.points import load as load
+from bert_jax.tools.sweep.points import module_of as module_of
+from bert_jax.tools.sweep.points import ordered as ordered
+from bert_jax.tools.sweep.points import select as select

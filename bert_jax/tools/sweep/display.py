@@ -1,7 +1,6 @@
 """Display of a running sweep."""
 
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -16,18 +15,13 @@ _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red"
 def note_of(point_run: PointRun, now: float) -> dict[str, str]:
     """Return what to show of a running point: step, loss, time left."""
     runs = sorted(point_run.out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    path = runs[-1] if runs else point_run.out / "metrics.jsonl"
-    if not path.exists() or not (path.parent / "config.json").exists():
+    folder = runs[-1].parent if runs else point_run.out
+    lines = workdir.read_steps(folder / "metrics.jsonl")
+    if not lines or not (folder / "config.json").exists():
         return {"note": point_run.last_log_line()[-60:]}
-    with open(path, "rb") as file:
-        file.seek(max(path.stat().st_size - 4096, 0))
-        lines = file.read().decode(errors="replace").splitlines()
-    lines = [line for line in lines if line.startswith("{") and line.endswith("}")]
-    if not lines:
-        return {}
-    line = json.loads(lines[-1])
-    steps = json.loads((path.parent / "config.json").read_text())["config"]["steps"]
-    starts = path.parent / "starts.jsonl"
+    line = lines[-1]
+    steps = json.loads((folder / "config.json").read_text())["config"]["steps"]
+    starts = folder / "starts.jsonl"
     done = line["step"] - workdir.read_lines(starts)[-1]["step"]
     start_time = starts.stat().st_mtime
     seconds_per_step = (now - start_time) / done if done > 0 else None
@@ -40,7 +34,7 @@ def note_of(point_run: PointRun, now: float) -> dict[str, str]:
         "step": f"{line['step']:,}/{steps:,}",
         "loss": "" if loss is None else f"{loss:.3f}",
         "left": duration(left) if left is not None else "",
-        "note": path.parent.name if runs else "",
+        "note": folder.name if runs else "",
     }
 
 
@@ -92,15 +86,9 @@ class Display:
         for title in ("point", "state", "step", "loss", "left", ""):
             is_number = title in ("step", "loss", "left")
             table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
-        states = self._scheduler.state
-        # Finished points come first, and are hidden if the terminal is too small.
-        max_rows = max((os.get_terminal_size(2).lines if sys.stderr.isatty() else 100) - 4, 5)
-        names = sorted(states, key=lambda name: states[name] != "done")
-        hidden = max(len(names) - max_rows, 0)
-        if hidden:
-            table.add_row(f"… {hidden} more")
-        now = time.time()
-        for name in names[hidden:]:
+        states, now = self._scheduler.state, time.time()
+        # Finished points come last: a small terminal shows only the first lines.
+        for name in sorted(states, key=lambda name: states[name] == "done"):
             running = states[name] == "running"
             note = note_of(self._scheduler.point_runs[name], now) if running else {}
             if states[name] == "failed":

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tools import sweep
+from bert_jax.tools.report import plots
 from bert_jax.tools.sweep.results import Results, current, verb
 
 Result = dict[str, Any]
@@ -245,7 +246,6 @@ class Curves:
 
     def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Draw the plot, and return a link to it."""
-        from matplotlib import rc_context
         from matplotlib.figure import Figure
 
         drawn = {label: self.points(results, facts) for label, facts in self.series.items()}
@@ -260,10 +260,7 @@ class Curves:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        path = folder / self.file
-        # Reproducible output.
-        with files.atomic_write(path) as temporary, rc_context({"svg.hashsalt": "bert_jax"}):
-            figure.savefig(temporary, format=path.suffix[1:], dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)  # fmt: skip
+        plots.save(figure, folder / self.file)
         return f"![{self.labels[1]} by {self.labels[0]}]({self.file})"
 
 
