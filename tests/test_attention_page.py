@@ -239,16 +239,23 @@ def synthetic(tokens, layers=1, heads=1, seen=()):
 
 def test_picture_contains_every_map():
     maps = synthetic(9, layers=2, heads=3, seen=[(0, 5)])
-    (axes,) = report.picture(maps, r"no $\formula{$", True).axes
-    for image, weights in zip(axes.images, with_rollout(maps).reshape(-1, 9, 9), strict=True):
-        np.testing.assert_allclose(image.get_array(), np.sqrt(weights))
-    texts = [text.get_text() for text in axes.texts]
-    assert texts.count("##4") == 2 + 5
-    assert {"layer 2", "head 3", "mean", "rollout"} <= set(texts)
-    # The label of the first row is beside the top row of the first map.
-    _, _, low, high = axes.images[0].get_extent()
-    y = axes.texts[texts.index("##0")].get_position()[1]
-    assert 0 < high - y < (high - low) / 9
+    figure = report.picture(maps, r"no $\formula{$", True)
+    (axes,) = figure.axes
+    shown = axes.images[0].get_array()
+    for layer, column in np.ndindex(2, 5):
+        part = shown[9 * layer : 9 * (layer + 1), 9 * column : 9 * (column + 1)]
+        np.testing.assert_allclose(part, np.sqrt(with_rollout(maps)[layer, column]))
+    for axis, count in ((axes.yaxis, 2), (axes.xaxis, 5)):
+        assert [text.get_text() for text in axis.get_ticklabels()] == [*maps.tokens] * count
+        assert [*axis.get_ticklocs()] == [*range(9 * count)]  # beside its row, below its column
+    above, beside = axes.child_axes
+    assert [text.get_text() for text in above.get_xticklabels()][2:] == [
+        "head 3",
+        "mean",
+        "rollout",
+    ]
+    assert [text.get_text() for text in beside.get_yticklabels()] == ["layer 1", "layer 2"]
+    assert r"no $\formula{$" in figure.get_suptitle()
 
 
 def test_output_paths_and_invalid_out_options(theirs, tmp_path, capsys):

@@ -2,13 +2,12 @@
 
 import html
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
 from bert_jax import storage
-from bert_jax.errors import UserError
 from bert_jax.inference.attention_maps import AttentionMaps, entropy, mean_distance, rollout
 from bert_jax.tools.report import page, plots
 
@@ -18,12 +17,10 @@ if TYPE_CHECKING:
 
 def paths(out: str) -> tuple[pathlib.Path, pathlib.Path]:
     """Return the paths of the page and the picture, one of which is `out`, by its suffix."""
-    path = pathlib.Path(out)
+    path = plots.check_suffix(out)
     if path.suffix == ".html":
         return path, path.with_suffix(".png")
-    if path.suffix in plots.PICTURES:
-        return path.with_suffix(".html"), path
-    raise UserError(f"--out {out}: must end in .html, {', '.join(plots.PICTURES[:-1])} or .pdf")
+    return path.with_suffix(".html"), path
 
 
 @storage.with_uploaded_output("out")
@@ -142,52 +139,33 @@ def picture(maps: AttentionMaps, source: str, rolled: bool = False) -> "matplotl
 
     names, layers = columns(maps, rolled)
     tokens = len(maps.tokens)
-    # Placed manually, in inches: matplotlib would take a minute to lay out 400 axes.
-    side, gap = float(np.clip(0.085 * tokens, 1.1, 2.2)), 0.1
+    side = float(np.clip(0.085 * tokens, 1.1, 2.2))  # of a map, in inches
     points = min(8.0, 0.85 * 72 * side / tokens)
     labels = maps.tokens if points >= 4 else []
     edge = 0.62 * points / 72 * max(map(len, labels), default=0) + 0.1
-    left, bottom, top = 0.35 + edge, 0.1 + edge, 0.8
-    width = left + len(names) * (side + gap) + 0.1
-    height = bottom + len(layers) * (side + gap) + top
-    figure = Figure(figsize=(width, height), facecolor="white")
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(0, height))
-    axes.axis("off")
-
-    def write(x, y, text, size, **how):
-        axes.text(x, y, text, fontsize=size, parse_math=False, **how)
-
-    for row, weights in enumerate(layers):
-        below = height - top - (row + 1) * (side + gap)
-        middle = below + side / 2
-        write(0.25, middle, f"layer {row + 1}", 9, rotation=90, ha="center", va="center")
-        for column, one in enumerate(weights):
-            x = left + column * (side + gap)
-            extent = (x, x + side, below, below + side)
-            axes.imshow(np.sqrt(one), cmap="Blues", vmin=0, vmax=1, extent=extent, aspect="auto")
-            axes.plot(
-                [x, x + side, x + side, x, x],
-                [below, below, below + side, below + side, below],
-                color="0.7",
-                lw=0.5,
-            )
-        for i, token in enumerate(labels):
-            y = below + side * (1 - (i + 0.5) / tokens)
-            write(left - 0.04, y, token, points, ha="right", va="center")
-    for column, name in enumerate(names):
-        x = left + column * (side + gap)
-        write(x + side / 2, height - top + 0.02, name, 9, ha="center", va="bottom")
-        for i, token in enumerate(labels):
-            across = x + side * (i + 0.5) / tokens
-            write(across, bottom - 0.04, token, points, ha="center", va="top", rotation=90)
-    room = int((width - 0.2) * 72 / 6.5)  # characters of the title
-    for line, (text, size) in enumerate(
-        [
-            (_title(maps), 11),
-            (f"{source}; rows attend to columns; color: square root of the weight", 8),
-        ]
-    ):
-        text = text if len(text) <= room else text[: room - 1] + "…"
-        write(0.1, height - 0.12 - 0.24 * line, text, size, ha="left", va="top")
-    axes.set(xlim=(0, width), ylim=(0, height))  # imshow changes them
+    shape = np.array([side * len(names), side * len(layers)])
+    width, height = shape + edge + (0.4, 0.8)
+    figure = Figure((width, height), facecolor="white")
+    axes = figure.add_axes((edge / width, edge / height, *shape / (width, height)))
+    weights = np.stack(layers).transpose(0, 2, 1, 3).reshape(len(layers) * tokens, -1)
+    axes.imshow(np.sqrt(weights), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    text: dict[str, Any] = {"fontsize": points, "parse_math": False}
+    for axis, titles, rotation in ((axes.yaxis, layers, 0), (axes.xaxis, names, 90)):
+        places = range(len(titles) * len(labels))
+        axis.set_ticks(places, labels * len(titles), **text, rotation=rotation)
+        axis.set_ticks(np.arange(1, len(titles)) * tokens - 0.5, minor=True)
+    axes.grid(which="minor", color="0.7", lw=2)
+    axes.tick_params(which="both", length=0)
+    above, beside = axes.secondary_xaxis("top"), axes.secondary_yaxis("right")
+    middle = (tokens - 1) / 2
+    above.set_xticks(np.arange(len(names)) * tokens + middle, names)
+    layer_names = [f"layer {i + 1}" for i in range(len(layers))]
+    beside.set_yticks(
+        np.arange(len(layers)) * tokens + middle, layer_names, rotation=90, va="center"
+    )
+    room = int(width * 72 / 6)  # characters
+    lines = (_title(maps), f"{source}; rows attend to columns; color: square root of the weight")
+    title = "\n".join(x if len(x) <= room else x[: room - 1] + "…" for x in lines)
+    place = {"x": 0.1 / width, "y": 1 - 0.1 / height, "ha": "left", "fontsize": 9}
+    figure.suptitle(title, **place, parse_math=False)
     return figure

@@ -25,6 +25,14 @@ _STYLES = {"train": {"lw": 0.8, "alpha": 0.6}, "heldout": {"lw": 1.4, "marker": 
 _PHASE = {"color": "0.5", "lw": 0.8, "ls": "--", "zorder": 1}
 
 
+def check_suffix(out: str) -> pathlib.Path:
+    """Return the path of a page or picture to write, whose suffix says which."""
+    path = pathlib.Path(out)
+    if path.suffix not in (".html", *PICTURES):
+        raise UserError(f"--out {out}: must end in .html, {', '.join(PICTURES[:-1])} or .pdf")
+    return path
+
+
 def draw_groups(runs: list[Recorded]) -> dict[str, Any]:
     """Return a figure of each group of metrics, by its name."""
     panels: dict[str, dict[str, list[Curve]]] = {group: {} for group in _GROUPS}

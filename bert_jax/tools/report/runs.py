@@ -7,7 +7,6 @@ import statistics
 
 from bert_jax import storage
 from bert_jax.config import schema as config_lib
-from bert_jax.errors import UserError
 from bert_jax.tools.report import curves, page, plots
 
 _MISSING = "—"
@@ -17,9 +16,7 @@ _MISSING = "—"
 @storage.with_uploaded_output("out")
 def write(folders: list[str], out: str) -> pathlib.Path:
     """Write a page on runs (.html), or a picture of their loss (.png, .svg, .pdf), and return its path."""
-    path = pathlib.Path(out)
-    if path.suffix not in (".html", *plots.PICTURES):
-        raise UserError(f"--out {out}: must end in .html, {', '.join(plots.PICTURES[:-1])} or .pdf")
+    path = plots.check_suffix(out)
     if path.suffix == ".html":
         return page.write(path, html_of(curves.read(folders)))
     return plots.save(plots.draw_loss(curves.read(folders)), path)
