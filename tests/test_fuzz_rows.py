@@ -192,11 +192,15 @@ def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
         with pytest.raises(UserError, match=path.name):
             opened.verify()
         messages = []
-        result = all_rows(loader.RowDataset(folder, "train", messages.append))
+        try:
+            result = all_rows(loader.RowDataset(folder, "train", messages.append))
+        except UserError:  # the shard's index
+            outcomes["error"] += 1
+            continue
         empty = [int(line.split()[1]) for line in messages]
         assert_same_except(clean, result, empty)
         outcomes["skipped" if messages else "no difference"] += 1
-    assert {"skipped", "no difference"} == {*outcomes}, outcomes
+    assert {"skipped", "no difference"} <= {*outcomes}, outcomes
 
 
 def test_manifest_with_too_many_rows_is_rejected(folder):
@@ -204,5 +208,6 @@ def test_manifest_with_too_many_rows_is_rejected(folder):
     for holder in (manifest["train"], manifest["train"]["shards"][0]):
         holder["rows"] = 10**12
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="too few for the 1000000000000 rows"):
-        loader.RowDataset(folder, "train")
+    opened = loader.RowDataset(folder, "train", pytest.fail)
+    with pytest.raises(UserError, match="its manifest says 1000000000000"):
+        opened.read([0])

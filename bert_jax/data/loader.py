@@ -10,14 +10,14 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from bert_jax import storage
 from bert_jax.data.rows import Manifest, RowFormat, Shard, read_manifest
-from bert_jax.data.shards import ShardCache, ShardLayout
+from bert_jax.data.shards import ShardCache
 from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError
 from bert_jax.storage import files
@@ -26,6 +26,8 @@ Batch = dict[str, np.ndarray]
 
 # Per split; a process may have about 1,000 open files, shared by several phases and splits.
 _OPEN_SHARDS = 256
+# For random access. By default a reader reads 1 MB for each record.
+_READER_OPTIONS, _BUFFER_BYTES = "readahead_buffer_size:0,max_parallelism:0", 4096
 HELDOUT_SEED = 0  # constant, so that all runs evaluate on the same rows
 
 
@@ -42,41 +44,42 @@ class RowDataset:
         folder: str | pathlib.Path,
         split: str,
         skip: Callable[[str], None] | None = None,
-        copy: bool = True,
     ):
         """Open a split.
 
         Args:
-            folder: folder of rows.
+            folder: folder of rows. Shards on object storage are copied to a cache when rows of them
+                are first read.
             split: "train" or "heldout".
             skip: called with a message once for each damaged record, from any reading thread; the
                 record is replaced with a row of padding. Without it a damaged record is an error.
-            copy: whether to copy shards on object storage to the cache, in the background.
         """
         self._url = str(folder).rstrip("/") if storage.is_remote(folder) else ""
         self._name = self._url or pathlib.Path(folder)
         self._skip = skip
         self._reported: set[int] = set()
-        self._report_lock = threading.Lock()
+        self._lock, self._report_lock = threading.Lock(), threading.Lock()
         self.manifest: Manifest = read_manifest(folder)
         self._shards: tuple[Shard, ...] = getattr(self.manifest, split).shards
         self._format: RowFormat = self.manifest.format
-        self._layout = ShardLayout(self._format.dtype.itemsize)
         self._starts = np.cumsum([0] + [shard.rows for shard in self._shards])
         self._check_sizes(self._shards)
         self._folder = pathlib.Path(folder)
         if self._url:
-            self._cache = ShardCache(self._url, self.manifest.digest, self._shards, copy)
+            self._cache = ShardCache(self._url, self.manifest.digest)
             self._folder = self._cache.folder
         # Bound the number of open files; evicted ones close when no thread reads from them.
-        self._file = functools.lru_cache(_OPEN_SHARDS)(self._open)
+        self._reader = functools.lru_cache(_OPEN_SHARDS)(self._open)
+        # Those of shards on object storage once they have been copied.
+        paths = {} if self._url else {i: self._folder / s.name for i, s in enumerate(self._shards)}
+        self._paths: dict[int, pathlib.Path] = paths
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     @property
     def is_local(self) -> bool:
-        """Whether all shards are on this machine, so that reading sends no requests."""
+        """Whether all shards are on this machine."""
         return all((self._folder / shard.name).exists() for shard in self._shards)
 
     def _check_sizes(self, shards: Sequence[Shard]) -> None:
@@ -99,52 +102,58 @@ class RowDataset:
                     f"the shard {path} has {size} bytes, but its manifest says {shard.bytes}: "
                     "it is truncated or altered; prepare the rows again"
                 )
-            if shard.rows and self._layout.span(shard.rows - 1)[1] > size:
-                raise UserError(
-                    f"the shard {path} has {size} bytes, too few for the {shard.rows} rows that its "
-                    "manifest says; prepare the rows again"
-                )
 
-    def _open(self, shard: int) -> IO[bytes]:
-        return open(self._folder / self._shards[shard].name, "rb", buffering=0)
+    def _open(self, number: int) -> Any:
+        from array_record.python.array_record_module import ArrayRecordReader
 
-    def _prefetch(self, shard: int, start: int, end: int) -> bool:
-        """Let the system read a part of a shard in advance; return False if there is no copy yet."""
+        shard = self._shards[number]
         try:
-            file = self._file(shard)
-        except FileNotFoundError:
-            if self._url:
-                return False
-            raise
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
-        return True
+            reader = ArrayRecordReader(
+                str(self._paths[number]), _READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+            )
+            rows = reader.num_records()
+        except (RuntimeError, ValueError):
+            rows = 0
+        if rows != shard.rows:
+            self._check_sizes([shard])
+            raise UserError(
+                f"the shard {self._name}/{shard.name} has {rows} readable rows, but its manifest says "
+                f"{shard.rows}: it is damaged; prepare the rows again"
+            )
+        return reader
 
-    def _records(
-        self, indices: Sequence[int] | Int[np.ndarray, " rows"], use_copies: bool = True
-    ) -> list[bytes]:
-        """Read records at their computed positions, those of a batch together, without checks."""
+    def _copy(self, numbers: list[int]) -> None:
+        """Copy shards on object storage to the cache, and report those that were altered."""
+        with self._report_lock:
+            new = [number for number in numbers if number not in self._paths]
+            paths = self._cache.copy([self._shards[number] for number in new])
+            for number, path in zip(new, paths, strict=True):
+                name = self._shards[number].name
+                if path.name != name:
+                    self._report_altered(f"{self._url}/{name}")
+                self._paths[number] = path
+
+    def _records(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> list[bytes]:
+        """Read records, without checks."""
         indices = np.asarray(indices, np.int64)
         shards = np.searchsorted(self._starts, indices, "right") - 1
-        numbers = indices - self._starts[shards]
-        parts = list(zip(*(x.tolist() for x in (shards, *self._layout.span(numbers))), strict=True))
-        is_remote = not use_copies and bool(self._url)
-        remote = [part for part in parts if is_remote or not self._prefetch(*part)]
-        fetched = storage.read_ranges(
-            [(f"{self._url}/{self._shards[shard].name}", *span) for shard, *span in remote]
-        )
-        data = dict(zip(remote, fetched, strict=True))
-        records = [data.get(part) or self._pread(*part) for part in parts]
-        return list(map(self._layout.record, numbers.tolist(), records))
-
-    def _pread(self, shard: int, start: int, end: int) -> bytes:
-        return os.pread(self._file(shard).fileno(), end - start, start)
+        numbers = (indices - self._starts[shards]).tolist()
+        needed = np.unique(shards).tolist()
+        if any(shard not in self._paths for shard in needed):
+            self._copy(needed)
+        records = []
+        with self._lock:  # a reader has a position
+            for shard, number in zip(shards.tolist(), numbers, strict=True):
+                reader = self._reader(shard)
+                reader.seek(number)  # `read([number])` takes five times as long
+                records.append(reader.read())
+        return records
 
     def verify(self) -> None:
         """Read every shard once and compare its SHA-256 with the manifest's.
 
-        On object storage, a shard is verified when it is copied to the cache, and `read` raises the
-        error. If damaged records are skipped, an altered shard of the right size is only reported.
+        Shards on object storage are verified when they are copied to the cache. If damaged records
+        are skipped, an altered shard of the right size is only reported.
         """
         if self._url:
             return
@@ -162,13 +171,10 @@ class RowDataset:
 
     def read(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> Batch:
         """Return the rows at `indices` as arrays (see `RowFormat.decode`)."""
-        with self._report_lock:
-            while self._url and self._cache.altered:
-                self._report_altered(f"{self._url}/{self._cache.altered[0]}")
-                del self._cache.altered[0]
         try:
             return self._decode(self._records(indices))
-        except (OSError, ValueError):  # find the bad records one by one
+        except (RuntimeError, ValueError):  # find the bad records one by one
+            self._reader.cache_clear()  # a reader that has failed fails again
             rows = [self._read_or_skip(int(index)) for index in indices]
             return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
@@ -181,11 +187,14 @@ class RowDataset:
         number = int(np.searchsorted(self._starts, index, "right")) - 1
         shard, record = self._shards[number], index - int(self._starts[number])
         try:
-            return self._decode(self._records([index], use_copies=False))
-        except (OSError, ValueError) as error:
+            return self._decode(self._open(number).read([record]))
+        except (RuntimeError, ValueError) as error:
             if not self._url:
                 self._check_sizes([shard])
-            damaged = f"record {record} of the shard {self._name}/{shard.name} is damaged ({error})"
+            reason = str(error).split(";")[0]
+            damaged = (
+                f"record {record} of the shard {self._name}/{shard.name} is damaged ({reason})"
+            )
             if self._skip is None:
                 raise UserError(f"{damaged}; prepare the rows again") from None
         with self._report_lock:

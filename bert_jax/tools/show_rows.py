@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import storage
 from bert_jax.config.schema import MaskingConfig
 from bert_jax.data import rows as rows_lib
 from bert_jax.data import vocabulary as vocabularies
@@ -18,7 +17,7 @@ from bert_jax.errors import UserError
 from bert_jax.objectives.masking import Masker
 
 _LABELS = {IS_NEXT: "next sentence", IS_RANDOM: "random sentence", rows_lib.NO_LABEL: ""}
-_SAMPLE, _REMOTE_SAMPLE = 20_000, 300  # rows whose labels are counted; each is a request on storage
+_SAMPLE = 20_000  # rows whose labels are counted
 
 
 def summary_lines(folder: str) -> Iterator[str]:
@@ -37,8 +36,7 @@ def summary_lines(folder: str) -> Iterator[str]:
             f"{name}: {split.documents:,} documents, {split.sequences:,} sequences in "
             f"{split.rows:,} rows, {split.real_tokens:,} tokens, {split.fill_fraction:.1%} full"
         )
-        sample = _REMOTE_SAMPLE if storage.is_remote(folder) else _SAMPLE
-        labels = RowDataset(folder, name, copy=False).read(range(min(split.rows, sample)))["label"]
+        labels = RowDataset(folder, name).read(range(min(split.rows, _SAMPLE)))["label"]
         known = labels[labels != rows_lib.NO_LABEL]
         if len(known):
             line += f", {np.mean(known == IS_RANDOM):.1%} of pairs random"
@@ -61,7 +59,7 @@ def show(folder: str, split: str, indices: Sequence[int], seed: int = 0) -> Iter
         indices: indices of the rows.
         seed: seed of the masks, which are drawn with the default `MaskingConfig`.
     """
-    opened, vocabulary = RowDataset(folder, split, copy=False), vocabularies.load(folder)
+    opened, vocabulary = RowDataset(folder, split), vocabularies.load(folder)
     if isinstance(vocabulary, vocabularies.TokenizerVocabulary):
         vocabulary = vocabulary.resized(opened.manifest.vocab_size)
     for index in indices:

@@ -33,7 +33,7 @@ def read(folder: str, digest: str) -> NgramLosses | None:
     Rows on object storage have levels only if the cache of this machine has a copy of them.
     """
     try:
-        train, heldout = (RowDataset(folder, split, copy=False) for split in ("train", "heldout"))
+        train, heldout = (RowDataset(folder, split) for split in ("train", "heldout"))
         has_rows = train.manifest.digest == digest and len(heldout)
         if not (has_rows and train.is_local and heldout.is_local):
             return None
