@@ -40,6 +40,7 @@ from bert_jax.convert import source as source_lib
 from bert_jax.convert.export import export
 from bert_jax.data import wordpiece
 from bert_jax.data.prepare import prepare
+from bert_jax.data.vocabulary import VOCAB, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict
 from bert_jax.inference.attention_maps import AttentionMapper, AttentionMaps
@@ -107,7 +108,7 @@ class Model:
     source: str
     checkpoint: str
     config: TrainConfig
-    vocabulary: wordpiece.Vocabulary
+    vocabulary: Vocabulary
     params: Params
     step: int
 
@@ -445,7 +446,7 @@ def _make_rows(
     config: Config,
     data: pathlib.Path,
     texts: Iterable[str] | None,
-    vocab: str | wordpiece.Vocabulary,
+    vocab: str | Vocabulary,
     vocab_size: int,
 ) -> list[str]:
     """Write texts, a vocabulary and the rows of every phase to a folder, unless they are there."""
@@ -454,7 +455,7 @@ def _make_rows(
         _write_lines(text, ({"text": document} for document in texts))
     if not vocab:
         vocab = str(data / "vocab")
-        if not (data / "vocab" / wordpiece.VOCAB).exists():
+        if not (data / "vocab" / VOCAB).exists():
             wordpiece.train([str(text)], vocab, size=vocab_size)
     folders = []
     for phase in config.phases:

@@ -15,7 +15,7 @@ import transformers
 from bert_jax import cli
 from bert_jax.config.schema import ModelConfig, with_fields
 from bert_jax.convert.source import open_model
-from bert_jax.data.wordpiece import SPECIAL
+from bert_jax.data.vocabulary import SPECIAL
 from bert_jax.errors import UserError
 from bert_jax.inference.attention_maps import (
     AttentionMapper,

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import beam, prepare_worker, wordpiece, workers
+from bert_jax.data import beam, prepare_worker, workers
 from bert_jax.data import prepare as module
 from bert_jax.data.prepare import prepare
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -55,7 +56,7 @@ def text(tmp_path_factory):
         lines = "\n".join([*lines, '{"text": " "}', "{no JSON"]) + "\n"
         (folder / f"{i}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     words = [f"d{d}w{w}" for d in range(52) for w in range(8)]
-    wordpiece.Vocabulary((*SPECIAL, *words, *REPEATED.lower().split()), True).save(folder / "v")
+    Vocabulary((*SPECIAL, *words, *REPEATED.lower().split()), True).save(folder / "v")
     sources = [f"{folder}/plain", f"{folder}/*.gz@1.5", f"google:{folder}/plain/2.txt@0.5"]
     return sources, str(folder / "v")
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.tasks import metrics, tables
 from bert_jax.tasks.base import FinetuneDataset

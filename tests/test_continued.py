@@ -14,7 +14,7 @@ import bert_jax
 from bert_jax import api, cli
 from bert_jax.config.schema import Config, HeadConfig, ModelConfig, PhaseConfig
 from bert_jax.convert import source
-from bert_jax.data import prepare, wordpiece
+from bert_jax.data import prepare, vocabulary_files, wordpiece
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten
@@ -37,7 +37,7 @@ def values(params):
 @pytest.fixture(scope="module")
 def pretrained(rows, tmp_path_factory):
     """A run whose model has the vocabulary of the rows, 32 positions and random weights."""
-    words = wordpiece.load(rows(32, 3)).tokens
+    words = vocabulary_files.load(rows(32, 3)).tokens
     model = ModelConfig(
         layers=1, hidden=32, heads=2, feed_forward=128, vocab_size=len(words), positions=32
     )
@@ -137,7 +137,7 @@ def test_open_start_extends_position_embeddings(hf_folder):
 
 @pytest.mark.parametrize("kind", ["run", "folder", "tokenizer", "google", "vocab.txt"])
 def test_vocabulary_is_read_from_any_source(pretrained, corpus, tmp_path, kind):
-    place, theirs = pretrained, wordpiece.load(pretrained)
+    place, theirs = pretrained, vocabulary_files.load(pretrained)
     if kind in ("folder", "tokenizer"):
         place = save_pretrained(torch_model(), tmp_path / "theirs")
         settings = json.loads((place / "tokenizer_config.json").read_text())
@@ -149,7 +149,7 @@ def test_vocabulary_is_read_from_any_source(pretrained, corpus, tmp_path, kind):
         assert (theirs.lowercase, theirs.strip_accents) == (False, True)
     elif kind == "google":
         place = TF1
-        theirs = wordpiece.load(TF1)
+        theirs = vocabulary_files.load(TF1)
     elif kind == "vocab.txt":
         place = pretrained / "vocab.txt"
     assert source.open_vocabulary(str(place)) == theirs
@@ -157,7 +157,7 @@ def test_vocabulary_is_read_from_any_source(pretrained, corpus, tmp_path, kind):
     if kind == "tokenizer":
         argv = ["prepare", "--vocab", place, "--out", tmp_path / "rows", "--workers=1", corpus]
         assert cli.main([str(argument) for argument in argv]) == 0
-        assert wordpiece.load(tmp_path / "rows") == theirs
+        assert vocabulary_files.load(tmp_path / "rows") == theirs
 
 
 def test_vocabulary_errors_give_the_command(pretrained, corpus, tmp_path, capsys):
@@ -178,13 +178,13 @@ def test_vocabulary_errors_give_the_command(pretrained, corpus, tmp_path, capsys
     _, start = open_start(config(made, next_sentence=False), str(pretrained))
     assert start.params
     manifest = read_manifest(made)
-    assert manifest.vocab_sha256 == wordpiece.load(pretrained).sha256
+    assert manifest.vocab_sha256 == vocabulary_files.load(pretrained).sha256
     changing = {"source_bytes"}
     assert {k: v for k, v in manifest.settings.items() if k not in changing} == {
         k: v for k, v in read_manifest(other).settings.items() if k not in changing
     }
 
-    cased = dataclasses.replace(wordpiece.load(pretrained), lowercase=False)
+    cased = dataclasses.replace(vocabulary_files.load(pretrained), lowercase=False)
     prepare.prepare([str(corpus)], cased, str(tmp_path / "cased"), tokens=16, workers=1)
     with pytest.raises(UserError, match="settings of the vocabulary"):
         open_start(config(tmp_path / "cased"), str(pretrained))
@@ -250,7 +250,7 @@ def test_python_api_pretrains_on_texts(pretrained, tmp_path, monkeypatch):
     bert_jax.pretrain("continued:32", tmp_path / "run", texts, init=pretrained, changes=changes)
     (((settings, vocabulary, (data,), _, folder), start),) = runs
     assert (settings.model.hidden, settings.model.next_sentence) == (32, False)
-    assert vocabulary == wordpiece.load(pretrained)
+    assert vocabulary == vocabulary_files.load(pretrained)
     assert data["init"]["left_out"] == ["next_sentence", "pooler"]
     assert folder == str(tmp_path / "run")
     originals = values(checkpoint.load_model(pretrained)[2])

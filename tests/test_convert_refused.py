@@ -16,7 +16,7 @@ from bert_jax import cli
 from bert_jax.convert import source
 from bert_jax.convert.export import export
 from bert_jax.convert.families import BERT
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from tests.helpers.checkpoints import (

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bert_jax.data import corpus, formats, wordpiece
 from bert_jax.data.sentences import SENTENCE_CHARACTERS, split_sentences
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 
 PROSE = (
@@ -277,7 +278,7 @@ def test_documents_record_their_line_numbers(tmp_path):
 
 
 def test_unknown_words_of_wikitext_stay_unknown(tmp_path):
-    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "b"), True)
+    vocabulary = Vocabulary((*SPECIAL, "a", "b"), True)
     assert vocabulary.encode(f"a {corpus.UNKNOWN_WORD} b")[2] == vocabulary.unk_id
     source = str(write(tmp_path / "wiki.train.tokens", WIKITEXT))
     trained = wordpiece.train([source], tmp_path / "vocab", size=150, min_frequency=1)

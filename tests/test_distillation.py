@@ -13,10 +13,9 @@ from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, DistillConfig, MaskingConfig, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.convert import source
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary_files
 from bert_jax.data.rows import Layout, RowFormat, layout
-from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.data.wordpiece import SPECIAL
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, flatten
 from bert_jax.model.flops import flops_per_row
@@ -181,7 +180,7 @@ def test_invalid_distill_config_is_rejected(changes, key):
 
 def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
     """The teacher is part of the training step and sharded like the parameters."""
-    vocabulary = wordpiece.load(rows())
+    vocabulary = vocabulary_files.load(rows())
     teacher = dataclasses.replace(TEACHER, vocab_size=len(vocabulary))
     folder = write_run(tmp_path / "teacher", teacher, random_params(teacher), vocabulary.tokens)
     changes = (
@@ -228,10 +227,10 @@ def test_tokenizer_of_the_teacher_may_be_saved_again(monkeypatch):
 
     def open_teacher(tokenizer=b"{}", settings=b"{}"):
         files = (("tokenizer.json", tokenizer), ("tokenizer_config.json", settings))
-        teacher = config, TokenizerVocabulary(tokens, False, files=files), {}, 0
+        teacher = config, Vocabulary(tokens, False, files=files), {}, 0
         monkeypatch.setattr(source, "open_model", lambda *_: teacher)
         files = (("tokenizer.json", b"{}"), ("tokenizer_config.json", b"{}"))
-        distillation.open_teacher(config, TokenizerVocabulary(tokens, False, files=files))
+        distillation.open_teacher(config, Vocabulary(tokens, False, files=files))
 
     open_teacher(settings=b'{"version": "5"}')
     for change in ({"tokenizer": b'{"added": 1}'}, {"settings": b'{"mask_token": "a"}'}):

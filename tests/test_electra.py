@@ -26,7 +26,7 @@ from bert_jax.config.sizes import model_size
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.inference.fill_mask import MaskProbe
 from bert_jax.model import embeddings, encoder
 from bert_jax.model.bert import flatten, shapes, split_generator

@@ -23,7 +23,7 @@ from bert_jax.config.schema import Config, EmbedConfig, ModelConfig
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import texts as texts_lib
 from bert_jax.data import vectors as vectors_lib
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.inference import embed
 from bert_jax.inference.embed import Counts, Embedder, embed_file, windows
 from bert_jax.model.bert import shapes

@@ -11,7 +11,7 @@ import transformers
 from bert_jax import cli
 from bert_jax.convert.export import export
 from bert_jax.data import new_pieces, wordpiece
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.model.bert import flatten
 from bert_jax.runs import checkpoint
 from tests.helpers.checkpoints import WORDS, small_run

@@ -21,9 +21,8 @@ from bert_jax.convert import source
 from bert_jax.convert.export import export
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.huggingface import huggingface_config, to_huggingface
-from bert_jax.data import prepare, rows, vocabulary
+from bert_jax.data import prepare, rows, vocabulary_files
 from bert_jax.data.loader import RowDataset, batches
-from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
 from bert_jax.model.encoder import attention_probabilities
@@ -83,8 +82,8 @@ def texts(count, seed=0):
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
 def test_token_ids_equal_transformers(tokenizers, kind, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizers / kind)
-    ours = vocabulary.load(tokenizers / kind)
-    assert isinstance(ours, TokenizerVocabulary)
+    ours = vocabulary_files.load(tokenizers / kind)
+    assert not ours.is_wordpiece
     assert len(ours) == len(theirs)
     special = (theirs.pad_token, theirs.unk_token, theirs.cls_token, theirs.sep_token)
     assert ours.special == (*special, theirs.mask_token)
@@ -109,8 +108,8 @@ def test_token_ids_equal_transformers(tokenizers, kind, tmp_path):
     ][1:-1]
     # Saving and loading preserves the vocabulary.
     ours.save(tmp_path / "saved")
-    assert vocabulary.load(tmp_path / "saved") == ours
-    assert ours.sha256 == vocabulary.load(tmp_path / "saved").sha256
+    assert vocabulary_files.load(tmp_path / "saved") == ours
+    assert ours.sha256 == vocabulary_files.load(tmp_path / "saved").sha256
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -153,7 +152,7 @@ def test_spans_of_byte_level_tokens_have_their_text(seed):
         )
         contents = {"tokenizer.json": tokenizer.to_str(pretty=flags[4]).encode()}
         tokenizer.encode_special_tokens = True
-        ours, sample = vocabulary.from_files(contents), list(texts(20, rng.random()))
+        ours, sample = vocabulary_files.from_files(contents), list(texts(20, rng.random()))
         for (ids, spans), text in zip(ours.encode_all(sample), sample, strict=True):
             assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
             for i, (start, end) in zip(ids, spans, strict=True):
@@ -171,7 +170,7 @@ def test_roberta_tokenizer_loads_from_vocab_and_merges(tokenizers, tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(state["vocab"]))
     lines = [" ".join(pair) for pair in state["merges"]]
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *lines, ""]))
-    one, other = vocabulary.load(tmp_path), vocabulary.load(tokenizers / "roberta")
+    one, other = vocabulary_files.load(tmp_path), vocabulary_files.load(tokenizers / "roberta")
     assert one.tokens == other.tokens
     for text in texts(50):
         assert one.encode(text, "a") == other.encode(text, "a")
@@ -187,14 +186,14 @@ def test_tokenizer_json_without_a_model_type_is_read(tokenizers, tmp_path, prefi
     del content["model"]["type"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
-    for other in (source.read(str(tmp_path)).vocabulary, vocabulary.load(tmp_path)):
+    for other in (source.read(str(tmp_path)).vocabulary, vocabulary_files.load(tmp_path)):
         assert (type(other), other.tokens) == (type(expected), expected.tokens)
         assert other.encode("The cats", "a dog") == expected.encode("The cats", "a dog")
 
 
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
 def test_continuation_marks_word_starts(tokenizers, kind):
-    ours = vocabulary.load(tokenizers / kind)
+    ours = vocabulary_files.load(tokenizers / kind)
     ids = ours.encode("The cats didn't move (much).")[1:-1]
     continues, words = ours.continuation(), [""]
     for i in ids:
@@ -360,7 +359,7 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
         torch.testing.assert_close(states, expected.hidden_states[-1], rtol=0, atol=1e-6)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("The cat!", "a dog") == tokenizer("The cat!", "a dog")
-    if isinstance(vocab, TokenizerVocabulary):
+    if not vocab.is_wordpiece:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
 
@@ -455,7 +454,7 @@ def test_prepared_row_holds_the_ids_of_a_document(tokenizers, tmp_path):
     (length,) = made["length"][made["length"] > 0].tolist()
     assert made["tokens"][0, :length].tolist() == tokenizer(" ".join(sentences))["input_ids"]
     # A model may have more embeddings than its tokenizer has tokens; its rows have its vocabulary.
-    padded = vocabulary.load(tokenizers / "roberta").resized(400)
+    padded = vocabulary_files.load(tokenizers / "roberta").resized(400)
     flags = ["--config=configs/pretrain.py:L1-H8-A2,64", "--config.model.next_sentence=false"]
     config = load(flags)
     config.phases[0].rows = prepared("padded", padded)
@@ -488,7 +487,7 @@ def test_squad_answers_without_spaces_around_them(tokenizers, kind, context, ans
     task = TaskConfig(
         kind="squad", train=str(tmp_path / "train.json"), tokens=64, question_tokens=16
     )
-    dataset = Squad(task, vocabulary.load(tokenizers / kind))
+    dataset = Squad(task, vocabulary_files.load(tokenizers / kind))
     ((first, last),) = dataset.splits["train"].targets["label"].tolist()
     logits = np.zeros((len(dataset.splits["train"].tokens[0]), 2), np.float32)
     logits[first, 0] = logits[last, 1] = 9
@@ -498,7 +497,7 @@ def test_squad_answers_without_spaces_around_them(tokenizers, kind, context, ans
 def test_two_segments_are_refused_if_the_tokenizer_has_no_token_types(
     tokenizers, tmp_path, monkeypatch
 ):
-    vocab = vocabulary.load(tokenizers / "xlm-roberta")
+    vocab = vocabulary_files.load(tokenizers / "xlm-roberta")
     model = small_config(
         vocab_size=len(vocab), next_sentence=False, head=HeadConfig("sequence", ("a", "b"))
     )

@@ -29,11 +29,11 @@ from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import huggingface, pytorch, source
-from bert_jax.data import corpus, tables, texts, wordpiece
+from bert_jax.data import corpus, tables, texts, vocabulary_files
 from bert_jax.data.loader import RowDataset
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.sentences import split_sentences
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.runs import workdir
 from bert_jax.tasks import conll as tagging
@@ -209,7 +209,7 @@ def read_score(benchmark, *names):
 
 
 def read_vocabulary(folder):
-    return wordpiece.load(folder).encode("abc def")
+    return vocabulary_files.load(folder).encode("abc def")
 
 
 def read_rows(folder):
@@ -468,8 +468,8 @@ def test_decompression_bombs_are_streamed_or_refused(tmp_path, monkeypatch, name
 
 def test_oversized_metadata_files_are_refused(tmp_path):
     for name, read in (
-        ("vocab.txt", lambda: wordpiece.load(tmp_path)),
-        ("vocab.json", lambda: wordpiece.load(tmp_path)),
+        ("vocab.txt", lambda: vocabulary_files.load(tmp_path)),
+        ("vocab.json", lambda: vocabulary_files.load(tmp_path)),
         ("manifest.json", lambda: read_manifest(tmp_path)),
         ("config.json", lambda: source.read(str(tmp_path))),
     ):

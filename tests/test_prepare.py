@@ -22,12 +22,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import loader, prepare_worker, wordpiece
+from bert_jax.data import loader, prepare_worker
 from bert_jax.data import prepare as module
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.instances import Instances, _trim, truncated_lengths
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 
@@ -155,7 +156,7 @@ def test_whole_sentences_are_packed_in_order(documents, tokens, crossing):
 
 def test_whole_sentence_rows_contain_every_token_once(tmp_path, text, small_pieces):
     """Only "full-sentences" rows cross documents."""
-    index = {word: i for i, word in enumerate(wordpiece.load(text[1]).tokens)}
+    index = {word: i for i, word in enumerate(vocabularies.load(text[1]).tokens)}
     words = sorted(index[word] for word in pathlib.Path(text[0][0]).read_text().split())
     counts = {}
     for kind in ("full-sentences", "doc-sentences"):
@@ -287,7 +288,7 @@ def test_word_cache_matches_the_tokenizer(lowercase):
     tokens = [*SPECIAL, *string.ascii_letters, *string.punctuation, *string.digits, "é"]
     tokens += ["##" + c for c in string.ascii_lowercase + string.digits + "é"]
     tokens += ["hello", "Hello", "##llo", "isn", "unk", "UNK", "don"]
-    vocabulary = wordpiece.Vocabulary(tuple(tokens), lowercase)
+    vocabulary = Vocabulary(tuple(tokens), lowercase)
     pieces = prepare_worker._WordCache(vocabulary, np.dtype("<u2"))
     alphabet = [*"heloHELO Isn't.,;[]'\"-#  éÉ\u0301中文ß\x00\t\u00a0Σς🙂1", *SPECIAL]
 
@@ -321,7 +322,7 @@ def write_corpus(folder, documents=40, sentences=12, seed=0):
     text = "\n\n".join("\n".join(" ".join(s) for s in document) for document in texts)
     (folder / "text.txt").write_text(text + "\n")
     words = [f"d{d}w{w}" for d in range(documents) for w in range(8)]
-    wordpiece.Vocabulary((*SPECIAL, *words), True).save(folder / "vocab")
+    Vocabulary((*SPECIAL, *words), True).save(folder / "vocab")
     return str(folder / "text.txt"), str(folder / "vocab")
 
 
@@ -424,7 +425,7 @@ def test_weighted_documents_are_not_their_own_random_text(tmp_path):
 
 def test_large_vocabularies_use_four_byte_token_ids(tmp_path):
     words = [f"w{i}" for i in range(70_000)]
-    wordpiece.Vocabulary((*SPECIAL, *words), True).save(tmp_path / "vocab")
+    Vocabulary((*SPECIAL, *words), True).save(tmp_path / "vocab")
     (tmp_path / "text.txt").write_text("w69999 w1\nw2\n\nw69998 w3\nw4\n")
     prepare([f"google:{tmp_path}/text.txt"], tmp_path / "vocab", tmp_path / "rows", workers=1)
     seen = {t for tokens, _, _ in sequences_of(tmp_path / "rows", "train") for t in tokens}
@@ -662,7 +663,7 @@ def test_few_documents_hold_out_their_last_sentences(
 
 def test_weighted_sources_are_held_out_in_proportion(tmp_path):
     """Which documents a fractional weight selects is independent of which are held out."""
-    wordpiece.Vocabulary((*SPECIAL, "a", "b", "1", "##0", "##1"), True).save(tmp_path / "vocab")
+    Vocabulary((*SPECIAL, "a", "b", "1", "##0", "##1"), True).save(tmp_path / "vocab")
     for name in "ab":
         lines = "".join(f"{name} {i:b}\n\n" for i in range(1, 2001))
         (tmp_path / f"{name}.txt").write_text(lines)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from bert_jax import cli
-from bert_jax.data import vocabulary, wordpiece
+from bert_jax.data import vocabulary_files
 from bert_jax.data.loader import RowDataset
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.tools import show_rows
 
 
@@ -19,7 +20,7 @@ def test_rows_are_shown_as_text(rows, capsys):
     folder = rows(32, 3)
     assert cli.main(["rows", str(folder), "--split", "heldout", "--index", "1", "--show", "2"]) == 0
     output = capsys.readouterr().out
-    opened, tokens = RowDataset(folder, "heldout"), wordpiece.load(folder).tokens
+    opened, tokens = RowDataset(folder, "heldout"), vocabulary_files.load(folder).tokens
     batch = opened.read([1, 2])
     texts = re.findall(r"^    (\[CLS\].*)$", output, re.M)
     expected = []
@@ -75,7 +76,7 @@ def test_lengths_of_any_number_of_sequences(rows, monkeypatch):
 def test_random_tokens_may_be_padding_of_the_vocabulary(tmp_path, capsys):
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *"abcĠĊ", "<mask>"]
     ids = {token: i for i, token in enumerate(tokens)}
-    padded = vocabulary.from_files(
+    padded = vocabulary_files.from_files(
         {"vocab.json": json.dumps(ids).encode(), "merges.txt": b"#version: 0.2\n"}
     ).resized(5000)
     (tmp_path / "text.txt").write_text("a b c\n" * 200)
@@ -87,7 +88,7 @@ def test_random_tokens_may_be_padding_of_the_vocabulary(tmp_path, capsys):
 
 def test_splits_of_one_row_or_none_are_shown(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("a b c\n")
-    tokens = wordpiece.Vocabulary((*wordpiece.SPECIAL, *"abc"), True)
+    tokens = Vocabulary((*SPECIAL, *"abc"), True)
     out = str(tmp_path / "rows")
     source = f"google:{tmp_path}/text.txt"
     prepare([source], tokens, out, pairs="none", heldout_fraction=0.0, workers=1)

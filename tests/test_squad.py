@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bert_jax.config.schema import FinetuneConfig, TaskConfig
-from bert_jax.data import wordpiece
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data import vocabulary_files
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict
 from bert_jax.storage import copies
@@ -527,7 +527,7 @@ def test_window_count_of_the_official_dev_set(shared_data):
     dev = shared_data("squad/dev-v1.1.json.gz")
     vocab = shared_data("vocab/bert-base-uncased-vocab.txt")
     config = TaskConfig(kind="squad", name="squad1", tokens=384, dev=str(dev))
-    dataset = Squad(config, wordpiece.load(vocab))
+    dataset = Squad(config, vocabulary_files.load(vocab))
     # As many windows as run_squad.py creates; no question is lost.
     assert dataset.report == ["dev: 10,570 questions, 10,833 windows"]
     assert max(map(len, dataset.splits["dev"].tokens)) == 384

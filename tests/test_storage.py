@@ -19,9 +19,10 @@ import pytest
 
 from bert_jax import cli, storage
 from bert_jax.config.schema import CheckpointConfig
-from bert_jax.data import loader, wordpiece
+from bert_jax.data import loader
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.storage import copies, files
@@ -474,7 +475,7 @@ def test_rows_replace_rows_only(url):
     old = ("train-00000-of-00002.arrayrecord", "tokenizer.json", "merges.txt")
     for name in (*others, *old):
         storage.write(f"{url}/{name}", b"{}")
-    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "one"), True)
+    vocabulary = Vocabulary((*SPECIAL, "one"), True)
     manifest = prepare([f"google:{url}/text"], vocabulary, url, workers=1)
     shards = [shard.name for shard in manifest.train.shards + manifest.heldout.shards]
     new = {*shards, "manifest.json", "vocab.txt", "vocab.json"}

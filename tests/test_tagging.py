@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.tasks import conll_score
 from bert_jax.tasks.conll import TokenClassification

@@ -19,7 +19,7 @@ from bert_jax import train as train_lib
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.data import prepare, wordpiece
 from bert_jax.data.loader import RowDataset
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint, workdir
@@ -483,7 +483,7 @@ def test_only_metrics_on_the_last_rows_rank_checkpoints(tmp_path, digests, fract
     [("vocab.txt", "[unused0]", "[unused_"), ("vocab.json", "true", "false")],
 )
 def test_changed_vocabulary_is_detected(tmp_path, name, old, new):
-    vocabulary = Vocabulary((*wordpiece.SPECIAL, "[unused0]", "cat"), True)
+    vocabulary = Vocabulary((*SPECIAL, "[unused0]", "cat"), True)
     config, data = Config(phases=(PhaseConfig(),)), [{"digest": "a"}]
     workdir.write_or_check_config(tmp_path, config, data, {}, False, vocabulary)
     assert workdir.read_vocabulary(tmp_path) == vocabulary

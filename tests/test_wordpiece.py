@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary_files, wordpiece
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 
 # Ids of words in Google's uncased vocabulary.
@@ -29,24 +30,24 @@ Unaffordable cafés are cafés nobody can afford; affording them is for others.
 In 1905 she wrote four papers, and in 1921 she was awarded a prize for one of them."""
 
 
-def google_like() -> wordpiece.Vocabulary:
+def google_like() -> Vocabulary:
     tokens = [f"[unused{i}]" for i in range(20_000)]
     for token, i in GOOGLE_IDS.items():
         tokens[i] = token
-    return wordpiece.Vocabulary(tuple(tokens), True)
+    return Vocabulary(tuple(tokens), True)
 
 
-def many_scripts(lowercase: bool) -> wordpiece.Vocabulary:
+def many_scripts(lowercase: bool) -> Vocabulary:
     """Return a vocabulary of single characters of many scripts and a few word pieces."""
     characters = "aàbcdeéfghi\u0131jklmnopqrstuvwxyzßñœ0123456789!?.,;:-_'\"()[]{}$%&@#^`~|<>=+*/\\中国日本한δщ€😀ा"
-    tokens = [*wordpiece.SPECIAL, *characters, *("##" + c for c in characters)]
+    tokens = [*SPECIAL, *characters, *("##" + c for c in characters)]
     tokens += ["the", "##ing", "un", "##able", "mask", "ab", "##ab", "a" * 100]
     if not lowercase:
         tokens += ["A", "É", "##B", "The", "Z"]
-    return wordpiece.Vocabulary(tuple(dict.fromkeys(tokens)), lowercase)
+    return Vocabulary(tuple(dict.fromkeys(tokens)), lowercase)
 
 
-def google_tokenize(vocabulary: wordpiece.Vocabulary, text: str) -> list[int]:
+def google_tokenize(vocabulary: Vocabulary, text: str) -> list[int]:
     """Tokenize like Google's tokenization.py (BasicTokenizer, then WordpieceTokenizer)."""
 
     def is_cjk(c):
@@ -99,7 +100,7 @@ AWKWARD = st.lists(
 ).map("".join)  # fmt: skip
 
 
-def hugging_face(vocabulary: wordpiece.Vocabulary):
+def hugging_face(vocabulary: Vocabulary):
     from transformers import BertTokenizerFast
 
     return BertTokenizerFast(vocab=vocabulary.index, do_lower_case=vocabulary.lowercase)
@@ -115,7 +116,7 @@ def references():
 def test_encode_matches_google_and_hugging_face(references, text, other, lowercase):
     vocabulary, reference = references[lowercase]
     assert vocabulary.encode(text)[1:-1] == google_tokenize(vocabulary, text)
-    for special in wordpiece.SPECIAL:  # Hugging Face's parses these in any text
+    for special in SPECIAL:  # Hugging Face's parses these in any text
         text, other = text.replace(special, ""), other.replace(special, "")
     pair = (text, other) if other else (text,)
     assert vocabulary.encode(*pair) == reference(*pair)["input_ids"]
@@ -123,7 +124,7 @@ def test_encode_matches_google_and_hugging_face(references, text, other, lowerca
 
 @pytest.mark.parametrize("case", ["uncased", "cased"])
 def test_google_vocabularies_match_hugging_face(shared_data, case):
-    vocabulary = wordpiece.load(shared_data(f"vocab/bert-base-{case}-vocab.txt"))
+    vocabulary = vocabulary_files.load(shared_data(f"vocab/bert-base-{case}-vocab.txt"))
     official = {"uncased": "07eced375cec144d", "cased": "eeaa9875b23b04b4"}[case]
     assert vocabulary.lowercase == (case == "uncased")
     assert vocabulary.sha256.startswith(official)
@@ -156,11 +157,11 @@ def test_decode_and_continuation():
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_save_and_load(tmp_path, lowercase):
-    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "É"), lowercase)
+    vocabulary = Vocabulary((*SPECIAL, "a", "É"), lowercase)
     vocabulary.save(tmp_path / "new")
-    assert wordpiece.load(tmp_path / "new") == vocabulary
-    assert wordpiece.load(tmp_path / "new/vocab.txt") == vocabulary
-    assert wordpiece.load(tmp_path / "new", lowercase=not lowercase).lowercase != lowercase
+    assert vocabulary_files.load(tmp_path / "new") == vocabulary
+    assert vocabulary_files.load(tmp_path / "new/vocab.txt") == vocabulary
+    assert vocabulary_files.load(tmp_path / "new", lowercase=not lowercase).lowercase != lowercase
     content = (tmp_path / "new/vocab.txt").read_bytes()
     assert content == "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nÉ\n".encode()
     assert hashlib.sha256(content).hexdigest() == vocabulary.sha256
@@ -170,14 +171,14 @@ def test_save_and_load(tmp_path, lowercase):
 
 def test_case_is_detected(tmp_path):
     path = tmp_path / "v.txt"
-    path.write_text("\n".join([*wordpiece.SPECIAL, "[unusedA]", "hello"]))
-    assert wordpiece.load(path).lowercase
-    path.write_text("\r\n".join([*wordpiece.SPECIAL, "Hello", "hello"]))
-    assert not wordpiece.load(path).lowercase
-    assert wordpiece.load(path).tokens[-1] == "hello"
+    path.write_text("\n".join([*SPECIAL, "[unusedA]", "hello"]))
+    assert vocabulary_files.load(path).lowercase
+    path.write_text("\r\n".join([*SPECIAL, "Hello", "hello"]))
+    assert not vocabulary_files.load(path).lowercase
+    assert vocabulary_files.load(path).tokens[-1] == "hello"
 
 
-SPECIAL_LINES = "\n".join(wordpiece.SPECIAL).encode()
+SPECIAL_LINES = "\n".join(SPECIAL).encode()
 
 
 @pytest.mark.parametrize(
@@ -197,20 +198,20 @@ def test_invalid_vocabularies_are_rejected(tmp_path, name, content, key):
         (tmp_path / "vocab.txt").write_bytes(SPECIAL_LINES)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=key):
-        wordpiece.load(tmp_path)
+        vocabulary_files.load(tmp_path)
 
 
 def test_reserved_tokens_match_google_files():
     head = wordpiece.reserved(30_522)
-    assert [head.index(t) for t in wordpiece.SPECIAL] == [0, 100, 101, 102, 103]
+    assert [head.index(t) for t in SPECIAL] == [0, 100, 101, 102, 103]
     places = {1: "[unused0]", 99: "[unused98]", 104: "[unused99]", 998: "[unused993]"}
     assert {i: head[i] for i in places} == places
     assert len(head) == 999  # Google's first word piece is 999
     assert wordpiece.reserved(8192).index("[MASK]") == 103
-    assert tuple(wordpiece.reserved(500)) == wordpiece.SPECIAL
+    assert tuple(wordpiece.reserved(500)) == SPECIAL
 
 
-def train(tmp_path, text=TEXT, **options) -> wordpiece.Vocabulary:
+def train(tmp_path, text=TEXT, **options) -> Vocabulary:
     source = tmp_path / "text.txt"
     source.write_text(text)
     return wordpiece.train([f"google:{source}"], tmp_path / "out", **{"size": 200, **options})
@@ -219,8 +220,8 @@ def train(tmp_path, text=TEXT, **options) -> wordpiece.Vocabulary:
 def test_training(tmp_path):
     vocabulary = train(tmp_path, TEXT * 5, size=130)
     assert len(vocabulary) == 130
-    assert wordpiece.load(tmp_path / "out") == vocabulary
-    assert vocabulary.tokens[:5] == wordpiece.SPECIAL
+    assert vocabulary_files.load(tmp_path / "out") == vocabulary
+    assert vocabulary.tokens[:5] == SPECIAL
     assert len(set(vocabulary.tokens)) == 130
     assert "the" in vocabulary.index
     assert "##ing" in vocabulary.index or "##in" in vocabulary.index
@@ -233,7 +234,7 @@ def test_training(tmp_path):
 
 def test_training_cased(tmp_path):
     vocabulary = train(tmp_path, lowercase=False, size=150, min_frequency=1)
-    assert not wordpiece.load(tmp_path / "out").lowercase
+    assert not vocabulary_files.load(tmp_path / "out").lowercase
     assert vocabulary.encode("the") != vocabulary.encode("THE")
     assert any("é" in token for token in vocabulary.tokens)
 
@@ -289,4 +290,4 @@ def test_training_into_a_used_folder_requires_force(tmp_path):
     assert [path.name for path in out.iterdir()] == ["config.json"]
     first = wordpiece.train([str(source)], out, size=200, force=True)
     (out / "config.json").unlink()
-    assert wordpiece.train([str(source)], out, size=200) == first == wordpiece.load(out)
+    assert wordpiece.train([str(source)], out, size=200) == first == vocabulary_files.load(out)

@@ -25,8 +25,8 @@ from bert_jax.config.schema import (
 from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
-from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data import vocabulary_files as vocabularies
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes, split_generator
 from bert_jax.model.flops import parameter_count

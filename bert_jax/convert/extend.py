@@ -12,8 +12,7 @@ from bert_jax.config.schema import Config
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.source import Imported
 from bert_jax.data import new_pieces
-from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten, unflatten
 from bert_jax.model.layers import change_vocabulary
@@ -40,7 +39,7 @@ def extend_vocabulary(
     """
     files.check_new(out)
     config, vocabulary, params, step = source_lib.open_model(source, which)
-    if isinstance(vocabulary, TokenizerVocabulary):
+    if not vocabulary.is_wordpiece:
         raise UserError(f"{source}: its tokenizer is not WordPiece; no other can be extended")
     tokens = list(choose(vocabulary))
     if not tokens:

@@ -13,8 +13,7 @@ import numpy as np
 from bert_jax.config.schema import HEADS, ModelConfig, with_fields
 from bert_jax.config.schema import flatten as flatten_config
 from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
-from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.data.wordpiece import SPECIAL, VOCAB, Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, VOCAB, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import VOCABULARY_AXES, padded_vocab_size
@@ -440,13 +439,13 @@ def tokenizer_files(
     """Return the files of the tokenizer by name: vocab.txt, tokenizer.json and its settings.
 
     Args:
-        vocabulary: the vocabulary; the files of a `TokenizerVocabulary` stay as they are.
+        vocabulary: the vocabulary; those of another tokenizer than WordPiece stay as they are.
         tokens: maximum length of a sequence.
         segments: whether the model has different embeddings for the two texts of a pair.
     """
     from tokenizers import processors
 
-    if isinstance(vocabulary, TokenizerVocabulary):
+    if not vocabulary.is_wordpiece:
         return dict(vocabulary.files)
     tokenizer = vocabulary.tokenizer()
     tokenizer.add_special_tokens(list(SPECIAL))

@@ -25,11 +25,9 @@ from bert_jax.config.schema import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.hub import is_network_error
-from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.compressed import SETTINGS_BYTES, whole
-from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import SETTINGS, SPECIAL, Vocabulary
 from bert_jax.errors import Attempts, UserError
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
@@ -134,7 +132,7 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
     """
     path = pathlib.Path(source).expanduser()
     if storage.is_remote(source) and path.suffix != ".txt":
-        path = storage.local(source, (*_BESIDE_WEIGHTS, wordpiece.SETTINGS))
+        path = storage.local(source, (*_BESIDE_WEIGHTS, SETTINGS))
     is_run, is_model = workdir.holds_run(path), _is_source(source) and path.suffix != ".txt"
     if path.is_dir():
         is_model = (_transformer_folder(path) / "config.json").is_file()
@@ -239,7 +237,7 @@ def read(
         raise UserError(f"cannot import {source}: cannot read{where}: {_why(error)}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise UserError(f"cannot import {source}: the zip is damaged ({error})") from None
-    if model.segments > 1 and not vocabularies.has_token_types(vocabulary):
+    if model.segments > 1 and not vocabulary.has_token_types:
         model.segments = 1
         table = params["embeddings"]["segment"]
         table["embedding"] = table["embedding"][:1]
@@ -269,7 +267,7 @@ def import_summary(imported: Imported) -> str:
         for part in huggingface.parts_of(model)
     ]
     case = "uncased" if vocabulary.lowercase else "cased"
-    if isinstance(vocabulary, TokenizerVocabulary):
+    if not vocabulary.is_wordpiece:
         case = "tokenizer and"
     known, known_vocabulary = (
         f" (exactly {about[key]})" if about[key] else "" for key in ("official", "vocabulary")
@@ -631,18 +629,18 @@ def _folder_vocabulary(
             vocabulary, added = vocabularies.read_wordpiece(_bytes(tokenizer).decode())
         except _MALFORMED as error:
             raise UserError(f"tokenizer.json is not BERT's: {_one_line(error)}") from None
-        if wordpiece.parse(vocabulary.to_bytes(), tokenizer.name) != vocabulary.tokens:
+        if vocabularies.parse(vocabulary.to_bytes(), tokenizer.name) != vocabulary.tokens:
             raise UserError("tokenizer.json has a token that contains a line break")
         if listed.is_file():
-            tokens = wordpiece.parse(_bytes(listed), listed.name)
+            tokens = vocabularies.parse(_bytes(listed), listed.name)
             if vocabulary.tokens[: len(tokens)] != tokens:
                 raise UserError(
                     "vocab.txt and tokenizer.json contain different vocabularies: remove one"
                 )
         file = tokenizer
     elif listed.is_file():
-        tokens = wordpiece.parse(_bytes(listed), listed.name)
-        vocabulary, file = Vocabulary(tokens, wordpiece.looks_lowercase(tokens)), listed
+        tokens = vocabularies.parse(_bytes(listed), listed.name)
+        vocabulary, file = Vocabulary(tokens, vocabularies.looks_lowercase(tokens)), listed
         if extra.is_file():
             ids = _json(extra)
             added = sorted((t for t in ids if t not in SPECIAL), key=lambda t: str(ids[t]))
@@ -662,7 +660,7 @@ def _with_case(vocabulary: Vocabulary, lowercase: bool | None) -> Vocabulary:
     """Return a vocabulary with another case; None changes nothing."""
     if lowercase is None:
         return vocabulary
-    if isinstance(vocabulary, TokenizerVocabulary):
+    if not vocabulary.is_wordpiece:
         raise UserError("its case is part of the tokenizer; remove --cased or --uncased")
     return dataclasses.replace(vocabulary, lowercase=lowercase)
 
@@ -721,7 +719,7 @@ def _fitting_vocabulary(
     vocabulary, file = _vocabulary(folder, vocab, lowercase, "added_tokens" in allow_missing)
     missing = size - len(vocabulary)
     if missing > 0 and "tokens" in allow_missing:
-        if isinstance(vocabulary, TokenizerVocabulary):
+        if not vocabulary.is_wordpiece:
             return vocabulary.resized(size), file
         rest = tuple(f"[row{i}]" for i in range(len(vocabulary), size))
         return dataclasses.replace(vocabulary, tokens=vocabulary.tokens + rest), file

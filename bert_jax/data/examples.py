@@ -16,7 +16,7 @@ from bert_jax.data import rows
 from bert_jax.data.instances import truncated_lengths
 from bert_jax.data.loader import Batch, prefetched
 from bert_jax.data.shuffle import shuffled
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.runtime.progress import Progress
 
 NO_EXAMPLE = -1

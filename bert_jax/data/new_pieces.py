@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from bert_jax import storage
 from bert_jax.data import corpus
-from bert_jax.data.wordpiece import CONTINUATION, MAX_WORD_CHARACTERS, Vocabulary, count_words
+from bert_jax.data.vocabulary import CONTINUATION, MAX_WORD_CHARACTERS, Vocabulary
+from bert_jax.data.wordpiece import count_words
 from bert_jax.errors import UserError
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files

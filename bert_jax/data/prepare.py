@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 
 from bert_jax import storage
-from bert_jax.data import corpus, prepare_worker, wordpiece
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import corpus, prepare_worker
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.instances import WHOLE_SENTENCES
 from bert_jax.data.rows import (
     FORMAT_VERSION,
@@ -46,6 +46,7 @@ from bert_jax.data.rows import (
     Split,
     read_manifest,
 )
+from bert_jax.data.vocabulary import SETTINGS, VOCAB, Vocabulary
 from bert_jax.data.workers import Workers, call, cores
 from bert_jax.errors import UserError, with_user_paths
 from bert_jax.runtime.progress import Progress
@@ -64,7 +65,7 @@ _SHARDS, _MIN_SHARD_TOKENS, _MAX_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 @storage.with_uploaded_output("out", resumable=True)
 def prepare(
     sources: list[str],
-    vocab: str | os.PathLike | wordpiece.Vocabulary,
+    vocab: str | os.PathLike | Vocabulary,
     out: str | os.PathLike,
     *,
     tokens: int = 128,
@@ -271,7 +272,7 @@ def _check_out(out: pathlib.Path) -> None:
 def _finished(
     out: pathlib.Path,
     settings: dict[str, Any],
-    vocabulary: wordpiece.Vocabulary,
+    vocabulary: Vocabulary,
     force: bool,
     sources: Sequence[corpus.Source],
 ) -> Manifest | None:
@@ -649,7 +650,7 @@ def _finish(
     files.sync_folder(out)
     job.vocabulary.save(out)
     written = job.vocabulary.contents.keys()
-    for name in {wordpiece.VOCAB, wordpiece.SETTINGS, *vocabularies.FILES} - written:
+    for name in {VOCAB, SETTINGS, *vocabularies.FILES} - written:
         (out / name).unlink(missing_ok=True)  # of a vocabulary of another kind
     lengths = {
         split: sum(

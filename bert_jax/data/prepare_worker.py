@@ -17,16 +17,16 @@ import pickle
 import random
 import string
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bert_jax.data import corpus, wordpiece
+from bert_jax.data import corpus
 from bert_jax.data.instances import Instances
 from bert_jax.data.rows import RowFormat
 from bert_jax.data.sentences import split_sentences
-from bert_jax.data.vocabulary import TokenizerVocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.storage import files
 
 # A worker holds one chunk (1 MB of text) or one window of sequences in memory at a time.
@@ -55,7 +55,7 @@ class Job:
 
     folder: pathlib.Path  # working folder
     sources: tuple[corpus.Source, ...]
-    vocabulary: wordpiece.Vocabulary
+    vocabulary: Vocabulary
     format: RowFormat
     pairs: str
     seed: int
@@ -164,7 +164,7 @@ class _WordCache(dict):
     off every punctuation character, and keep words of the vocabulary whole.
     """
 
-    def __init__(self, vocabulary: wordpiece.Vocabulary, token_type: np.dtype):
+    def __init__(self, vocabulary: Vocabulary, token_type: np.dtype):
         self._encode = vocabulary.tokenizer().encode
         self._vocabulary = vocabulary.index
         self._lowercase = vocabulary.lowercase
@@ -192,24 +192,13 @@ class _WordCache(dict):
         return ids
 
 
-class _WordPieces:
-    """Encoder of sentences with BERT's vocabulary, word by word."""
-
-    def __init__(self, vocabulary: wordpiece.Vocabulary, token_type: np.dtype):
-        self._word_ids = _WordCache(vocabulary, token_type).__getitem__
-
-    def __call__(self, sentence: str, is_first: bool) -> bytes:
-        return b"".join(map(self._word_ids, sentence.split(" ")))
-
-
-class _TokenizerPieces:
-    """Encoder of sentences with any tokenizer, which caches words itself."""
-
-    def __init__(self, vocabulary: TokenizerVocabulary, token_type: np.dtype):
-        self._encode, self._type = vocabulary.encode_sentence, token_type
-
-    def __call__(self, sentence: str, is_first: bool) -> bytes:
-        return np.array(self._encode(sentence, is_first), self._type).tobytes()
+def _encoder(vocabulary: Vocabulary, token_type: np.dtype) -> Callable[[str, bool], bytes]:
+    """Return a function from a sentence, and whether it begins a document, to its ids as bytes."""
+    if vocabulary.is_wordpiece:
+        word_ids = _WordCache(vocabulary, token_type).__getitem__
+        return lambda sentence, _: b"".join(map(word_ids, sentence.split(" ")))
+    encode = vocabulary.encode_sentence  # of a tokenizer that caches words itself
+    return lambda sentence, first: np.array(encode(sentence, first), token_type).tobytes()
 
 
 class Worker:
@@ -217,10 +206,7 @@ class Worker:
 
     def __init__(self, job: Job):
         self._job = job
-        if isinstance(job.vocabulary, TokenizerVocabulary):
-            self._encode = _TokenizerPieces(job.vocabulary, job.token_type)
-        else:
-            self._encode = _WordPieces(job.vocabulary, job.token_type)
+        self._encode = _encoder(job.vocabulary, job.token_type)
 
     def tokenize(self, number: int, documents: list[corpus.RawDocument]) -> None:
         """Write a chunk: tokens, sentence bounds (uint32), document table and statistics."""

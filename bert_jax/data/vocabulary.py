@@ -1,67 +1,119 @@
-"""Vocabularies of any kind: BERT's WordPiece, and the tokenizers of other models as they are.
+"""Vocabularies: BERT's WordPiece, and the tokenizers of other models as they are.
 
-A `TokenizerVocabulary` has the ids of transformers' `AutoTokenizer`. Its files are kept byte by byte
-with rows and runs, and exported unchanged.
+Tokens and ids are those of the files: a `vocab.txt` from Google or Hugging Face, or a tokenizer of
+transformers, loads unchanged, is kept byte by byte with rows and runs, and is exported unchanged.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
-from bert_jax import storage
-from bert_jax.data import wordpiece
-from bert_jax.data.compressed import whole
-from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Encoded, Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
 if TYPE_CHECKING:
     import tokenizers
 
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+VOCAB = "vocab.txt"
+SETTINGS = "vocab.json"
+CONTINUATION = "##"
+MAX_WORD_CHARACTERS = 100  # as in BERT: a longer word becomes [UNK]
 TOKENIZER = "tokenizer.json"
-_CONFIG, _SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+CONFIG, _SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
 # The files of a tokenizer in transformers. Only the first three are read; vocab.json and merges.txt
 # replace a missing tokenizer.json.
 FILES = (
-    *(TOKENIZER, _CONFIG, _SPECIAL_MAP, "added_tokens.json", "vocab.json", "merges.txt"),
+    *(TOKENIZER, CONFIG, _SPECIAL_MAP, "added_tokens.json", "vocab.json", "merges.txt"),
     *("sentencepiece.bpe.model", "spiece.model", "tokenizer.model"),
 )
 _ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _MASK = SPECIAL[4]
+_BATCH_TEXTS = 1000
+
+
+class Encoded(NamedTuple):
+    """A text as n word pieces.
+
+    Attributes:
+        ids: token ids.
+        spans: start and end of each piece in the text, in characters.
+    """
+
+    ids: Int[np.ndarray, " n"]
+    spans: Int[np.ndarray, "n 2"]
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenizerVocabulary(Vocabulary):
-    """The vocabulary of a tokenizer.json: byte-level BPE, or SentencePiece.
+class Vocabulary:
+    """A vocabulary of V tokens; the index of a token is its id.
 
     Attributes:
-        tokens: tokens in order of id, in the tokenizer's spelling ("Ġthe" or "▁the" for " the").
-        lowercase: False; what is done to text is part of the tokenizer.
-        files: name and content of each of the tokenizer's files.
+        tokens: tokens in order of id. In WordPiece those that continue a word begin with "##"; other
+            tokenizers have their own spelling ("Ġthe" or "▁the" for " the").
+        lowercase: whether WordPiece lowercases text; False for other tokenizers, where what is done
+            to text is part of the tokenizer.
+        strip_accents: whether WordPiece strips accents; None follows `lowercase`.
+        split_chinese: whether every Chinese character is a word of WordPiece.
+        files: name and content of each of the files of another tokenizer (byte-level BPE or
+            SentencePiece); empty for WordPiece.
     """
 
-    file: ClassVar[str] = TOKENIZER
-
+    tokens: tuple[str, ...]
+    lowercase: bool
+    strip_accents: bool | None = None
+    split_chinese: bool = True
     files: tuple[tuple[str, bytes], ...] = ()
 
-    @functools.cached_property
-    def _json(self) -> dict[str, Any]:
-        return json.loads(self.to_bytes())
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_wordpiece(self) -> bool:
+        return not self.files
+
+    @property
+    def file(self) -> str:
+        """Name of the file that identifies the vocabulary, in its folder."""
+        return VOCAB if self.is_wordpiece else TOKENIZER
+
+    @property
+    def contents(self) -> dict[str, bytes]:
+        """Content of each file that `save` writes."""
+        if not self.is_wordpiece:
+            return dict(self.files)
+        settings = json.dumps(self.settings, indent=2) + "\n"
+        return {SETTINGS: settings.encode(), VOCAB: "".join(f"{t}\n" for t in self.tokens).encode()}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of WordPiece, or another tokenizer's special tokens by role."""
+        if not self.is_wordpiece:
+            return dict(zip(_ROLES, self.special, strict=True))
+        return {
+            name: getattr(self, name) for name in ("lowercase", "strip_accents", "split_chinese")
+        }
 
     @functools.cached_property
-    def special(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def index(self) -> dict[str, int]:
+        """Mapping from token to id."""
+        return {token: i for i, token in enumerate(self.tokens)}
+
+    @functools.cached_property
+    def special(self) -> tuple[str, ...]:
         """The tokens for padding, unknown words, start, separator and mask, in this order."""
+        if self.is_wordpiece:
+            return SPECIAL
         settings: dict[str, Any] = {}
-        for name in (_SPECIAL_MAP, _CONFIG):
+        for name in (_SPECIAL_MAP, CONFIG):
             settings |= json.loads(self.contents.get(name, b"{}"))
         tokens = []
         for i, role in enumerate(_ROLES):
@@ -75,19 +127,29 @@ class TokenizerVocabulary(Vocabulary):
         return tuple(tokens)
 
     @property
-    def contents(self) -> dict[str, bytes]:
-        """Content of each of the tokenizer's files."""
-        return dict(self.files)
+    def pad_id(self) -> int:
+        return self.index[self.special[0]]
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The special tokens by role."""
-        return dict(zip(_ROLES, self.special, strict=True))
+    def unk_id(self) -> int:
+        return self.index[self.special[1]]
+
+    @property
+    def cls_id(self) -> int:
+        return self.index[self.special[2]]
+
+    @property
+    def sep_id(self) -> int:
+        return self.index[self.special[3]]
+
+    @property
+    def mask_id(self) -> int:
+        return self.index[self.special[4]]
 
     @functools.cached_property
     def separator_ids(self) -> list[int]:
         """Ids between the texts of a pair: RoBERTa's are `</s></s>`."""
-        tokenizer = self.tokenizer()
+        tokenizer = self._tokenizer
         a, b = (tokenizer.encode(text, add_special_tokens=False).ids for text in "ab")
         pair = tokenizer.encode("a", "b").ids
         single = [self.cls_id, *a, self.sep_id]
@@ -99,65 +161,106 @@ class TokenizerVocabulary(Vocabulary):
             f"it does not encode a pair as {self.special[2]} a {self.special[3]} b {self.special[3]}"
         )
 
+    @property
+    def has_token_types(self) -> bool:
+        """Whether transformers gives the second text of a pair token type 1."""
+        return 1 in self._tokenizer.encode("a", "b").type_ids
+
+    @functools.cached_property
+    def _json(self) -> dict[str, Any]:
+        return json.loads(self.contents.get(TOKENIZER, b"{}"))
+
+    @property
+    def _pre_tokenizers(self) -> list[dict[str, Any]]:
+        """The steps that divide a text into words, of another tokenizer than WordPiece."""
+        first = self._json.get("pre_tokenizer") or {}
+        return [first, *first.get("pretokenizers", [])]
+
     @functools.cached_property
     def _word_start(self) -> str:
-        """What tokens after a space begin with."""
-        steps = [self._json.get("pre_tokenizer") or {}]
-        steps += steps[0].get("pretokenizers", [])
-        for step in steps:
+        """What tokens after a space begin with, of another tokenizer than WordPiece."""
+        for step in self._pre_tokenizers:
             if step.get("type") == "ByteLevel":
                 return "Ġ"
             if step.get("type") == "Metaspace":
                 return step.get("replacement", "▁")
         raise ValueError("its pre_tokenizer is neither ByteLevel nor Metaspace")
 
-    @functools.cached_property
-    def _needs_space(self) -> bool:
-        """Whether a word needs a space before it to be encoded as inside a sentence."""
-        steps = [self._json["pre_tokenizer"]]
-        steps += steps[0].get("pretokenizers", [])
-        return any(
-            step["type"] == "ByteLevel" and not step.get("add_prefix_space") for step in steps
-        )
-
     def check(self) -> None:
-        """Raise ValueError if the tokenizer cannot be used here; says why."""
+        """Raise ValueError if a tokenizer other than WordPiece cannot be used here; says why."""
         _ = self.special, self.separator_ids, self._word_start
 
     @functools.cached_property
+    def _needs_space(self) -> bool:
+        """Whether a word needs a space before it to be encoded as inside a sentence."""
+        return any(
+            step.get("type") == "ByteLevel" and not step.get("add_prefix_space")
+            for step in self._pre_tokenizers
+        )
+
+    @functools.cached_property
     def sha256(self) -> str:
-        """SHA-256 (hexadecimal) of tokenizer.json."""
+        """SHA-256 (hexadecimal) of `to_bytes`."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Return the content of tokenizer.json."""
-        return self.contents[TOKENIZER]
+        """Return the content of `file`: vocab.txt or tokenizer.json."""
+        return self.contents[self.file]
 
     def tokenizer(self) -> "tokenizers.Tokenizer":
-        """Return a new tokenizer; special tokens in the text are read as plain characters."""
-        return _read(self.to_bytes().decode())
+        """Return a new tokenizer; special tokens in the text are read as plain characters.
+
+        That of WordPiece adds no [CLS] and [SEP].
+        """
+        if not self.is_wordpiece:
+            return _read(self.to_bytes().decode())
+        import tokenizers
+        from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+        tokenizer = tokenizers.Tokenizer(
+            models.WordPiece(
+                self.index, unk_token=SPECIAL[1], max_input_chars_per_word=MAX_WORD_CHARACTERS
+            )
+        )
+        tokenizer.normalizer = normalizers.BertNormalizer(
+            handle_chinese_chars=self.split_chinese,
+            strip_accents=self.strip_accents,
+            lowercase=self.lowercase,
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION)
+        return tokenizer
 
     @functools.cached_property
     def _tokenizer(self) -> "tokenizers.Tokenizer":
-        # The library trims a character off a span for every "Ġ" of its token, also where the "Ġ" was
-        # added to a word by the pre_tokenizer. `encode_all` trims the spaces of the text instead.
-        return _read(re.sub(r'("trim_offsets":\s*)true', r"\1false", self.to_bytes().decode()))
+        """The tokenizer, with special tokens around texts and correct spans."""
+        if not self.is_wordpiece:
+            # The library trims a character off a span for every "Ġ" of its token, also where the "Ġ"
+            # was added to a word by the pre_tokenizer. `encode_all` trims the spaces of the text.
+            return _read(re.sub(r'("trim_offsets":\s*)true', r"\1false", self.to_bytes().decode()))
+        from tokenizers import processors
+
+        tokenizer = self.tokenizer()
+        sep, cls = (SPECIAL[3], self.sep_id), (SPECIAL[2], self.cls_id)
+        tokenizer.post_processor = processors.BertProcessing(sep, cls)
+        return tokenizer
 
     @functools.cached_property
     def _mask_tokenizer(self) -> "tokenizers.Tokenizer":
-        tokenizer = self.tokenizer()
-        tokenizer.encode_special_tokens = False
+        tokenizer = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        tokenizer.add_special_tokens([self.special[4]])
         return tokenizer
 
     def encode(self, text_a: str, text_b: str | None = None, *, mask: bool = False) -> list[int]:
-        """Return the ids of a text or a pair, as transformers encodes them.
+        """Return the ids of `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`, as transformers encodes them.
 
         Args:
             text_a: first text.
             text_b: second text, or None.
-            mask: whether "[MASK]", and special tokens in their own spelling, stand for the tokens
-                rather than their characters.
+            mask: whether "[MASK]" stands for the token rather than its characters, as do special tokens
+                in the spelling of another tokenizer than WordPiece.
         """
+        # Arguments may contain surrogates.
         texts = [text.encode("utf-8", "replace").decode() for text in (text_a, text_b or "")]
         tokenizer = self._tokenizer
         if mask:
@@ -168,15 +271,30 @@ class TokenizerVocabulary(Vocabulary):
     def encode_all(self, texts: Sequence[str]) -> list[Encoded]:
         """Return ids, without special tokens, and character spans of each text, without spaces."""
         encoded = []
-        for text, (ids, spans) in zip(texts, super().encode_all(texts), strict=True):
-            letters = np.flatnonzero(~np.strings.isspace(np.array([text]).view("U1")))
-            first, end = np.append(letters, len(text)), np.append(0, letters + 1)
-            start = np.minimum(first[np.searchsorted(first, spans[:, 0])], spans[:, 1])
-            stop = np.maximum(end[np.searchsorted(end, spans[:, 1], "right") - 1], start)
-            # An added space has the offsets of the character after it.
-            stop = np.where(self._is_space[ids], start, stop)
-            encoded.append(Encoded(ids, np.stack([start, stop], 1).astype(np.int32)))
+        with Progress("tokenizing", len(texts), "texts") as progress:
+            # In batches, as the library's objects take far more memory than the arrays.
+            for start in range(0, len(texts), _BATCH_TEXTS):
+                part = list(texts[start : start + _BATCH_TEXTS])
+                encodings = self._tokenizer.encode_batch(part, add_special_tokens=False)
+                for text, encoding in zip(part, encodings, strict=True):
+                    ids = np.array(encoding.ids, np.int32)
+                    spans = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+                    spans = spans if self.is_wordpiece else self._trimmed(text, ids, spans)
+                    encoded.append(Encoded(ids, spans))
+                progress.advance(len(part))
         return encoded
+
+    def _trimmed(
+        self, text: str, ids: Int[np.ndarray, " n"], spans: Int[np.ndarray, "n 2"]
+    ) -> Int[np.ndarray, "n 2"]:
+        """Return the spans without spaces of the text at their ends."""
+        letters = np.flatnonzero(~np.strings.isspace(np.array([text]).view("U1")))
+        first, end = np.append(letters, len(text)), np.append(0, letters + 1)
+        start = np.minimum(first[np.searchsorted(first, spans[:, 0])], spans[:, 1])
+        stop = np.maximum(end[np.searchsorted(end, spans[:, 1], "right") - 1], start)
+        # An added space has the offsets of the character after it.
+        stop = np.where(self._is_space[ids], start, stop)
+        return np.stack([start, stop], 1).astype(np.int32)
 
     @functools.cached_property
     def _is_space(self) -> Bool[np.ndarray, " V"]:
@@ -195,16 +313,24 @@ class TokenizerVocabulary(Vocabulary):
         return self._tokenizer.encode(sentence, add_special_tokens=False).ids
 
     def text_of(self, token_id: int) -> str:
-        """Return a token as readable text."""
+        """Return a token as text to show."""
+        if self.is_wordpiece:
+            return self.tokens[token_id]
         text = self.decode([token_id]).removeprefix(self._word_start).strip()
         return text or self.tokens[token_id]
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"]) -> str:
+        """Return readable text for ids: word pieces joined to words, special tokens included."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def continuation(self) -> Bool[np.ndarray, " V"]:
         """Return which tokens continue a word, for whole-word masking.
 
-        Words begin after a space and at each punctuation mark. Unlike in BERT, letters continue the
-        word of a mark before them: "(much)" is "(much" and ")".
+        In other tokenizers than WordPiece, words begin after a space and at each punctuation mark.
+        Unlike in BERT, letters continue the word of a mark before them: "(much)" is "(much" and ")".
         """
+        if self.is_wordpiece:
+            return np.array([token.startswith(CONTINUATION) for token in self.tokens])
         added = {token["content"] for token in self._json.get("added_tokens") or []}
         return np.array([
             not token.startswith(self._word_start)
@@ -213,10 +339,18 @@ class TokenizerVocabulary(Vocabulary):
             for token in self.tokens
         ])  # fmt: skip
 
-    def resized(self, size: int) -> "TokenizerVocabulary":
+    def resized(self, size: int) -> "Vocabulary":
         """Return the vocabulary with unused tokens added at its end."""
         rest = tuple(f"[row{i}]" for i in range(len(self), size))
         return dataclasses.replace(self, tokens=self.tokens + rest)
+
+    def save(self, folder: str | pathlib.Path) -> None:
+        """Write the files to a folder, creating it if necessary."""
+        folder = pathlib.Path(folder)
+        with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in self.contents.items():
+                files.write(folder / name, content)
 
 
 def _read(tokenizer_json: str) -> "tokenizers.Tokenizer":
@@ -228,190 +362,3 @@ def _read(tokenizer_json: str) -> "tokenizers.Tokenizer":
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
     return tokenizer
-
-
-def read_wordpiece(text: str) -> tuple[Vocabulary, list[str]]:
-    """Return the vocabulary and settings of a tokenizer.json, and its added tokens.
-
-    Raises:
-        ValueError: it is not BERT's tokenizer.
-    """
-    file = json.loads(text)
-    model, normalizer = file["model"], file.get("normalizer") or {}
-    # sentence-transformers writes such a sequence for its do_lower_case.
-    steps = normalizer.get("normalizers") or []
-    is_lowercased = [step.get("type") for step in steps] == ["Lowercase", "BertNormalizer"]
-    normalizer = steps[1] if is_lowercased else normalizer
-    if (kind := _model_type(model)) != "WordPiece":
-        raise ValueError(f"its model is {kind}, not WordPiece")
-    if normalizer.get("type") != "BertNormalizer":
-        raise ValueError(f"its normalizer is {normalizer.get('type')}, not BertNormalizer")
-    if (file.get("pre_tokenizer") or {}).get("type") != "BertPreTokenizer":
-        raise ValueError("its pre_tokenizer is not BertPreTokenizer")
-    for name, expected in {
-        "continuing_subword_prefix": CONTINUATION,
-        "max_input_chars_per_word": 100,
-        "unk_token": "[UNK]",
-    }.items():
-        if model.get(name, expected) != expected:
-            raise ValueError(f"its {name} is {model[name]!r}, not {expected!r}")
-    if not normalizer.get("clean_text", True):
-        raise ValueError("its clean_text is off")
-    ids = dict(model["vocab"])
-    added = [token["content"] for token in file.get("added_tokens") or []]
-    for token in file.get("added_tokens") or []:
-        ids.setdefault(token["content"], token["id"])
-    tokens = sorted(ids, key=ids.__getitem__)
-    if [ids[token] for token in tokens] != list(range(len(tokens))):
-        raise ValueError("its ids are not consecutive from 0")
-    vocabulary = Vocabulary(
-        tuple(tokens),
-        bool(normalizer.get("lowercase", True)),
-        normalizer.get("strip_accents"),
-        bool(normalizer.get("handle_chinese_chars", True)),
-    )
-    vocabulary = lowercased(vocabulary) if is_lowercased else vocabulary
-    return vocabulary, [token for token in added if token not in SPECIAL]
-
-
-def lowercased(vocabulary: Vocabulary) -> Vocabulary:
-    """Return a vocabulary that lowercases texts before anything else, and keeps their accents."""
-    if lowercases(vocabulary):
-        return vocabulary
-    if not isinstance(vocabulary, TokenizerVocabulary):
-        accents = bool(vocabulary.strip_accents)
-        return dataclasses.replace(vocabulary, lowercase=True, strip_accents=accents)
-    tokenizer = json.loads(vocabulary.to_bytes())
-    steps = [{"type": "Lowercase"}, *filter(None, [tokenizer.get("normalizer")])]
-    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": steps}
-    contents = vocabulary.contents | {TOKENIZER: json.dumps(tokenizer).encode()}
-    return dataclasses.replace(vocabulary, files=tuple(contents.items()))
-
-
-def lowercases(vocabulary: Vocabulary) -> bool:
-    """Whether a vocabulary lowercases all texts."""
-    if not isinstance(vocabulary, TokenizerVocabulary):
-        return vocabulary.lowercase
-    normalizer = json.loads(vocabulary.to_bytes()).get("normalizer") or {}
-    return any(x.get("type") == "Lowercase" for x in normalizer.get("normalizers", [normalizer]))
-
-
-def from_files(contents: Mapping[str, bytes]) -> TokenizerVocabulary:
-    """Return the vocabulary of a tokenizer's files, by name.
-
-    Raises:
-        ValueError: they are not those of a tokenizer that can be used here.
-    """
-    import tokenizers
-
-    contents = dict(contents)
-    if TOKENIZER not in contents:
-        if not {"vocab.json", "merges.txt"} <= contents.keys():
-            raise ValueError(
-                f"it has no {TOKENIZER}; write one with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
-        contents[TOKENIZER] = _byte_level(contents)
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(contents[TOKENIZER].decode())
-    except Exception as error:  # the library raises no other class
-        raise ValueError(" ".join(str(error).split())) from None
-    ids = tokenizer.get_vocab(with_added_tokens=True)
-    tokens = [f"[row{i}]" for i in range(max(ids.values(), default=-1) + 1)]
-    for token, i in ids.items():
-        tokens[i] = token
-    kept = tuple((name, contents[name]) for name in FILES if name in contents)
-    vocabulary = TokenizerVocabulary(tuple(tokens), lowercase=False, files=kept)
-    vocabulary.check()
-    return vocabulary
-
-
-def _byte_level(contents: Mapping[str, bytes]) -> bytes:
-    """Return the tokenizer.json of RoBERTa's vocab.json and merges.txt."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, processors
-
-    ids = json.loads(contents["vocab.json"])
-    lines = contents["merges.txt"].decode().splitlines()
-    pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-    settings = json.loads(contents.get(_CONFIG, b"{}"))
-    add_space = bool(settings.get("add_prefix_space", False))
-    merges = [(first, second) for first, second in pairs]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=ids, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_space)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.RobertaProcessing(
-        ("</s>", ids["</s>"]), ("<s>", ids["<s>"]), add_prefix_space=add_space
-    )
-    special = [tokenizers.AddedToken(token) for token in ("<s>", "<pad>", "</s>", "<unk>")]
-    tokenizer.add_special_tokens([*special, tokenizers.AddedToken("<mask>", lstrip=True)])
-    return tokenizer.to_str(pretty=True).encode()
-
-
-def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:
-    """Load a vocabulary from a `vocab.txt`, or from a folder with one or with a tokenizer.
-
-    Args:
-        path: path of the file or folder.
-        lowercase: as in `wordpiece.load`.
-    """
-    if storage.is_remote(path) and not str(path).endswith(".txt"):
-        path = storage.local(path, (wordpiece.VOCAB, wordpiece.SETTINGS, *FILES))
-    folder = pathlib.Path(path)
-    has_tokenizer = (folder / TOKENIZER).is_file() or (folder / "merges.txt").is_file()
-    if (folder / wordpiece.VOCAB).exists() or not has_tokenizer:
-        return wordpiece.load(path, lowercase)
-    contents = {}
-    for name in FILES:
-        if (folder / name).is_file():
-            path = folder / name
-            with files.one_line_errors(f"cannot read {path}"), path.open("rb") as file:
-                contents[name] = whole(file, path)
-    try:
-        if TOKENIZER in contents and is_wordpiece(contents[TOKENIZER]):
-            vocabulary, added = read_wordpiece(contents[TOKENIZER].decode())
-            if added:
-                raise ValueError(f"it has added tokens, such as {added[0]}")
-            return dataclasses.replace(
-                vocabulary, lowercase=vocabulary.lowercase if lowercase is None else lowercase
-            )
-        if lowercase is not None:
-            raise ValueError("its case is part of the tokenizer; remove --cased or --uncased")
-        return from_files(contents)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{folder}: its tokenizer cannot be used: {reason}") from None
-
-
-def has_token_types(vocabulary: Vocabulary) -> bool:
-    """Whether transformers gives the second text of a pair token type 1."""
-    if not isinstance(vocabulary, TokenizerVocabulary):
-        return True
-    return 1 in vocabulary.tokenizer().encode("a", "b").type_ids
-
-
-def check_segments(vocabulary: Vocabulary, segments: int) -> None:
-    """Refuse a model that would compute other results of pairs in transformers."""
-    if segments > 1 and not has_token_types(vocabulary):
-        raise UserError(
-            f"config.model.segments is {segments}, but the tokenizer gives both texts of a pair token "
-            "type 0, so transformers would compute other results: train with "
-            "--config.model.segments=1"
-        )
-
-
-def is_wordpiece(tokenizer: bytes) -> bool:
-    """Whether a tokenizer.json is for WordPiece, which `read_wordpiece` reads."""
-    return _model_type(json.loads(tokenizer)["model"]) == "WordPiece"
-
-
-def _model_type(model: Mapping[str, Any]) -> str:
-    """Return the type of a tokenizer.json's model, which files of 2020 do not name."""
-    if "type" in model:
-        return model["type"]
-    if not isinstance(model.get("vocab"), dict):
-        return "Unigram"
-    has_prefix = model.get("unk_token") and model.get("continuing_subword_prefix")
-    return "WordPiece" if has_prefix and not model.get("merges") else "BPE"

@@ -26,7 +26,7 @@ from bert_jax.config.checks import check_fields
 from bert_jax.config.schema import MeshConfig, TrainConfig, layer_numbers
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.model.heads import sum_tokens

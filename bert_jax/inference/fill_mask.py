@@ -12,7 +12,7 @@ from jaxtyping import Int
 from bert_jax.config.schema import ModelConfig
 from bert_jax.convert.source import OpenModel
 from bert_jax.data import rows
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.runtime import sharding

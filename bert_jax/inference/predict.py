@@ -13,7 +13,7 @@ import numpy as np
 from bert_jax import storage
 from bert_jax.config.schema import FinetuneConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives import finetuning

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.config.schema import DistillConfig, ModelConfig, TrainConfig
 from bert_jax.data import rows
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Outputs, Params, draw_params
 from bert_jax.model.encoder import query_key_value

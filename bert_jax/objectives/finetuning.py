@@ -16,9 +16,9 @@ from bert_jax.config.schema import ElectraConfig, EmbedConfig, FinetuneConfig, M
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.huggingface import shorten
 from bert_jax.convert.source import open_model
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.examples import FIRST_STEPS, Examples, PackedBatches
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten

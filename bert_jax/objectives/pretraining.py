@@ -13,9 +13,9 @@ import numpy as np
 
 from bert_jax.config.schema import Config, phase_ends
 from bert_jax.data import rows
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.loader import Batch, RowDataset, batches, heldout_batches, row_indices
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
 from bert_jax.objectives import distillation, masking, warm_start
@@ -89,7 +89,7 @@ def make_phases(
                 vocabularies.check_segments(vocabulary, model.segments)
             except UserError as error:  # single sequences are the same
                 _warn(str(error))
-            if isinstance(vocabulary, vocabularies.TokenizerVocabulary):
+            if not vocabulary.is_wordpiece:
                 vocabulary = vocabulary.resized(manifest.vocab_size)
         config.model.vocab_size = manifest.vocab_size
         if config.distill.teacher and teacher is None:

@@ -27,7 +27,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from bert_jax import storage
 from bert_jax.config.schema import CheckpointConfig, LoraConfig, TrainConfig
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes
 from bert_jax.model.layers import merge_lora

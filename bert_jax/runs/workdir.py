@@ -38,10 +38,9 @@ from bert_jax import storage
 from bert_jax.config import schema as config_lib
 from bert_jax.config.checks import check_fields
 from bert_jax.config.schema import TrainConfig
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.compressed import whole
-from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.runtime import sharding
 from bert_jax.storage import files
@@ -281,7 +280,7 @@ def read_vocabulary(folder: str | pathlib.Path) -> Vocabulary:
             f"{folder}: {vocabulary.file} or its settings is not the vocabulary that the model was "
             "trained with: copy both from its rows, or from an export of the model"
         )
-    if isinstance(vocabulary, TokenizerVocabulary):
+    if not vocabulary.is_wordpiece:
         return vocabulary.resized(read_config(folder).model.vocab_size)
     return vocabulary
 

@@ -15,7 +15,7 @@ import numpy as np
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables, texts
 from bert_jax.data.examples import NO_EXAMPLE, Examples
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tasks import conll_score

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from bert_jax import storage
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, missing
 from bert_jax.storage import files
 from bert_jax.tasks import metrics

@@ -6,7 +6,7 @@ from typing import Any
 from bert_jax import storage
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.tasks.base import FinetuneDataset
 from bert_jax.tasks.conll import TokenClassification

@@ -18,8 +18,7 @@ from jaxtyping import Float
 
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples
-from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tasks import squad_score
@@ -134,7 +133,7 @@ class Squad:
         # Other tokenizers than BERT's have different ids for the same word after a space and without.
         gold_ids = (
             [None] * len(golds)
-            if isinstance(vocabulary, TokenizerVocabulary)
+            if not vocabulary.is_wordpiece
             else [encoded.ids for encoded in vocabulary.encode_words(golds)]
         )
         # Without unanswerable questions, or if all lists of new or test data are empty, an empty list

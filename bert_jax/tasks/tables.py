@@ -19,7 +19,7 @@ from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, did_you_mean
 from bert_jax.storage import files
 from bert_jax.tasks import metrics

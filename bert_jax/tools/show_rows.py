@@ -9,10 +9,10 @@ import numpy as np
 
 from bert_jax.config.schema import MaskingConfig
 from bert_jax.data import rows as rows_lib
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.instances import IS_NEXT, IS_RANDOM
 from bert_jax.data.loader import RowDataset
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.objectives.masking import Masker
 
@@ -60,7 +60,7 @@ def show(folder: str, split: str, indices: Sequence[int], seed: int = 0) -> Iter
         seed: seed of the masks, which are drawn with the default `MaskingConfig`.
     """
     opened, vocabulary = RowDataset(folder, split), vocabularies.load(folder)
-    if isinstance(vocabulary, vocabularies.TokenizerVocabulary):
+    if not vocabulary.is_wordpiece:
         vocabulary = vocabulary.resized(opened.manifest.vocab_size)
     for index in indices:
         if not 0 <= index < len(opened):

@@ -11,7 +11,7 @@ import numpy as np
 
 from bert_jax import storage
 from bert_jax.config.schema import TrainConfig, batch_size_key
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import with_user_paths
 from bert_jax.model import attention
 from bert_jax.objectives.base import Metric, Phase

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bert_jax.config.schema import MaskingConfig, MeshConfig, PhaseConfig
-from bert_jax.data import corpus, vocabulary
+from bert_jax.data import corpus, vocabulary_files
 from bert_jax.data.rows import read_manifest
 from bert_jax.runtime import device
 
@@ -56,7 +56,7 @@ def units(per_piece: float, sources: Iterable[str], vocab: str | pathlib.Path) -
 
     Counts the texts rather than rows, because rows without pairs leave out the ends of long sentences.
     """
-    encode = vocabulary.load(vocab).tokenizer().encode_batch
+    encode = vocabulary_files.load(vocab).tokenizer().encode_batch
     pieces = words = size = 0
     for source in map(corpus.parse_source, sources):
         for path in source.files:

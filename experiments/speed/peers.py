@@ -17,7 +17,8 @@ import numpy as np
 from bert_jax.config.schema import Config
 from bert_jax.data.loader import Batch, RowDataset, batches
 from bert_jax.data.rows import layout
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary, load
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary_files import load
 
 Turn = Callable[[], dict[str, Any]]
 _LEARNING_RATE, _BATCH_TEXTS, _MOST_TOKENS = 1e-4, 32, 256

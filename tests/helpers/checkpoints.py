@@ -11,7 +11,7 @@ import transformers
 from bert_jax.config.schema import Config, ModelConfig, with_fields
 from bert_jax.convert import source
 from bert_jax.convert.export import export
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import shapes
 from bert_jax.runs import checkpoint, workdir

@@ -14,7 +14,7 @@ from etils import epath
 from bert_jax import cli, storage, train
 from bert_jax.config.flags import load
 from bert_jax.config.schema import take_rows
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint
 from bert_jax.tools import profile

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.loader import RowDataset
 from bert_jax.errors import UserError
 
