@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax.data import corpus, formats, wordpiece
+from bert_jax.data.readers import UNKNOWN_WORD
 from bert_jax.data.sentences import SENTENCE_CHARACTERS, split_sentences
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -49,7 +50,7 @@ WIKITEXT = (
     " \n = = Career = = \n \n In 2000 he rose . \n \n = = = 2000 = = = \n \n He sat . \n"
     " \n = Du Fu = \n \n A poet was he . He sang . \n"
 )
-UNKNOWN = f"He had 1,000 {corpus.UNKNOWN_WORD} at 2.5 ."
+UNKNOWN = f"He had 1,000 {UNKNOWN_WORD} at 2.5 ."
 WIKITEXT_SENTENCES = [
     ["He was well-known .", UNKNOWN, "In 2000 he rose .", "He sat ."],
     ["A poet was he .", "He sang ."],
@@ -279,10 +280,10 @@ def test_documents_record_their_line_numbers(tmp_path):
 
 def test_unknown_words_of_wikitext_stay_unknown(tmp_path):
     vocabulary = Vocabulary((*SPECIAL, "a", "b"), True)
-    assert vocabulary.encode(f"a {corpus.UNKNOWN_WORD} b")[2] == vocabulary.unk_id
+    assert vocabulary.encode(f"a {UNKNOWN_WORD} b")[2] == vocabulary.unk_id
     source = str(write(tmp_path / "wiki.train.tokens", WIKITEXT))
     trained = wordpiece.train([source], tmp_path / "vocab", size=150, min_frequency=1)
-    assert corpus.UNKNOWN_WORD not in "".join(trained.tokens)
+    assert UNKNOWN_WORD not in "".join(trained.tokens)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -337,13 +338,11 @@ def test_byte_order_mark_and_carriage_returns_are_removed(tmp_path):
 
 
 def test_suspicious_content_is_reported_as_warnings(tmp_path):
-    long = "This sentence is longer than forty characters, it is."
-    content = f"{long}\n\n{long}\n\n" + "".join(f"Sentence {i}.\n\n" for i in range(8))
+    content = "".join(f"Sentence {i}.\n\n" for i in range(10))
     path = write(tmp_path / "t.txt", content)
     write(tmp_path / "empty.txt", "")
     _, report = read(tmp_path)
     output = "\n".join(report.warnings)
-    assert f"{path}:3: a long line repeats an earlier one (1 in {tmp_path})" in output
     assert f"{path}:1: a blank line follows a single line" in output
     assert "(10 in" in output
     assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path})" in output

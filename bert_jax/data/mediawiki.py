@@ -1,10 +1,18 @@
-"""Extract plain text from wiki markup."""
+"""Read the pages of MediaWiki dumps, and extract plain text from their markup."""
 
 import html
+import io
 import itertools
+import pathlib
 import re
+from collections.abc import Callable, Iterator
+from xml.parsers import expat
 
-from bert_jax.errors import missing
+from bert_jax.errors import UserError, missing
+
+_BLOCK_BYTES = 1 << 20
+# Expat parses a tag again from its start for every block that it spans.
+_XML_TAG_BYTES = 4 << 20
 
 # Elements without prose. Regular expressions remove them before parsing, as their content often is
 # not wiki markup.
@@ -42,6 +50,87 @@ _SISTER_LINK = re.compile(
 )
 # Longer words are [UNK], whatever their rest is (`max_input_chars_per_word` of WordPiece is 100).
 _LONG_WORD = re.compile(r"(\w{200})\w+")
+
+
+def pages(
+    path: pathlib.Path,
+    stream: io.BufferedIOBase,
+    max_characters: int,
+    warn: Callable[[int], None],
+) -> Iterator[tuple[int, str]]:
+    """Yield (line number, markup) of the articles of an XML dump.
+
+    A page longer than `max_characters` is split, and `warn` called with its line.
+    """
+    # Use Expat rather than a tree builder to hold one page at a time and know line numbers.
+    parser = expat.ParserCreate(namespace_separator=" ")
+    parser.buffer_text = True
+    pages: list[tuple[int, str]] = []
+    fields: dict[str, list[str]] = {}
+    open_elements: list[str] = []
+    start = size = 0
+
+    def begin(name, attributes):
+        nonlocal start, size
+        name = name.rpartition(" ")[2]
+        open_elements.append(name)
+        if name == "page":
+            start = parser.CurrentLineNumber
+            fields.clear()
+        if name == "text":
+            size = 0
+        fields[name] = []  # a later revision replaces an earlier one
+
+    def characters(text):
+        nonlocal size
+        name = open_elements[-1] if open_elements else ""
+        if name == "text":
+            size += len(text)
+        if name in ("ns", "text"):
+            fields[name].append(text)
+        if size > max_characters:
+            warn(start)
+            finish_page()
+            fields["text"], size = [], 0
+
+    def finish_page():
+        article = "".join(fields.get("ns", "0")).strip() in ("", "0")
+        text = "".join(fields.get("text", ""))
+        if article and "redirect" not in fields and text.strip():
+            pages.append((start, text))
+
+    def end(name):
+        open_elements.pop()
+        if name.rpartition(" ")[2] == "page":
+            finish_page()
+
+    def refuse(*_):
+        raise UserError(
+            f"{path}:{parser.CurrentLineNumber}: a document type declaration, which "
+            "MediaWiki dumps do not have and which could expand without bound; remove it"
+        )
+
+    parser.StartElementHandler, parser.EndElementHandler = begin, end
+    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = characters, refuse
+    try:
+        read = 0
+        while block := stream.read(_BLOCK_BYTES):
+            parser.Parse(block)
+            read += len(block)
+            if read - parser.CurrentByteIndex > _XML_TAG_BYTES:
+                raise UserError(
+                    f"{path}:{parser.CurrentLineNumber}: a tag longer than {_XML_TAG_BYTES:,} "
+                    "bytes, which MediaWiki dumps do not have; remove it"
+                )
+            yield from pages
+            pages.clear()
+        parser.Parse(b"", True)
+    except expat.ExpatError as error:
+        raise UserError(
+            f"{path}:{error.lineno}: not well-formed XML "
+            f"({expat.errors.messages[error.code]}); the file may be truncated; copy or "
+            "download it again"
+        ) from None
 
 
 def plain_text(markup: str) -> str:

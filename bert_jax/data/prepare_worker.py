@@ -69,9 +69,6 @@ class Job:
     def chunk(self, number: int) -> pathlib.Path:
         return self.folder / f"{number:06}.tokens"
 
-    def lines(self, chunk: int) -> pathlib.Path:
-        return self.folder / f"{chunk:06}.lines"
-
     def batch(self, number: int) -> pathlib.Path:
         return self.folder / f"{number:06}.batch"
 
@@ -249,7 +246,7 @@ class Worker:
             file.write(_FOOTER.pack(len(table), len(encoded)))
 
     def tokenize_files(self, batch: FileRange) -> None:
-        """Write a batch's chunks, the `long_lines` of each, and the report on the batch."""
+        """Write a batch's chunks and the report on it."""
         job, source = self._job, self._job.sources[batch.source]
         report = corpus.Report()
         report.begin(source)
@@ -257,12 +254,6 @@ class Worker:
         paths = source.files[batch.first : batch.end]
         for chunk in chunks(corpus.read_files(source, paths, report)):
             self.tokenize(end, chunk)
-            lines = []
-            for file, documents in itertools.groupby(chunk, key=lambda document: document.file):
-                long_lines = itertools.chain.from_iterable(map(corpus.long_lines, documents))
-                columns = zip(*long_lines, strict=True)
-                lines.append((file, *(array.array("Q", column) for column in columns)))
-            files.write(job.lines(end), pickle.dumps(lines))
             end += 1
         files.write(job.batch(batch.number), pickle.dumps((report, end)))
 

@@ -8,14 +8,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from bert_jax.data import compressed, corpus
+from bert_jax.data import compressed
 from bert_jax.data.compressed import damage_errors, decompressed
+from bert_jax.data.readers import DOCUMENT_CHARACTERS
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 
 KINDS = (".tsv", ".csv", ".jsonl", ".parquet", ".txt")
 STANDARD_INPUT = "-"
-LINE_BYTES = corpus.DOCUMENT_CHARACTERS
+LINE_BYTES = DOCUMENT_CHARACTERS
 
 
 class Record(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 
 from bert_jax import storage
 from bert_jax.data import corpus
+from bert_jax.data.readers import UNKNOWN_WORD
 from bert_jax.data.sentences import split_sentences
 from bert_jax.data.vocabulary import (
     CONTINUATION,
@@ -139,7 +140,7 @@ def count_words(
     words: collections.Counter[str] = collections.Counter()
     for chunk, count in chunks.items():
         for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(chunk)):
-            if corpus.UNKNOWN_WORD not in word:
+            if UNKNOWN_WORD not in word:
                 words[word] += count
     return words
 
