@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import beam, prepare_worker, workers
+from bert_jax.data import beam, prepare_plan, prepare_worker, workers
 from bert_jax.data import prepare as module
 from bert_jax.data.prepare import prepare
 from bert_jax.data.vocabulary import Vocabulary
@@ -33,7 +33,7 @@ def small_pieces(monkeypatch):
     """Split a small text into many chunks, batches and shards."""
     monkeypatch.setattr(prepare_worker, "CHUNK_CHARACTERS", 1500)
     monkeypatch.setattr(prepare_worker, "BATCH_BYTES", 3000)
-    monkeypatch.setattr(module, "_MIN_SHARD_TOKENS", 500)
+    monkeypatch.setattr(prepare_plan, "_MIN_SHARD_TOKENS", 500)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,6 @@ class Shuffled:
 
 def shuffled(sources, vocab, out, rng, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_check_runner", lambda *_: None)
         patch.setattr(module, "_pool", lambda job, *_: Shuffled(job, rng))
         return prepare(sources, vocab, out, runner="beam", **options)
 
@@ -160,7 +159,7 @@ def test_partial_output_is_kept_for_the_same_runner(
     out, rng = tmp_path / "rows", random.Random(0)
     again = partial(shuffled, rng=rng) if runner == "beam" else partial(prepare, workers=1)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_plan", lambda *_: 1 / 0)
+        patch.setattr(prepare_plan, "make_plan", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             shuffled(*text, out, rng)
     done = {path: path.stat().st_mtime_ns for path in out.glob(".partial/*.batch")}

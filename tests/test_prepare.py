@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import loader, prepare_worker
+from bert_jax.data import loader, prepare_plan, prepare_worker
 from bert_jax.data import prepare as module
 from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.instances import Instances, _trim, truncated_lengths
@@ -309,7 +309,7 @@ def test_word_cache_matches_the_tokenizer(lowercase):
 def small_pieces(monkeypatch):
     """Shrink chunks and shards so that a small corpus has many of each."""
     monkeypatch.setattr(prepare_worker, "CHUNK_CHARACTERS", 2000)
-    monkeypatch.setattr(module, "_MIN_SHARD_TOKENS", 500)
+    monkeypatch.setattr(prepare_plan, "_MIN_SHARD_TOKENS", 500)
 
 
 def write_corpus(folder, documents=40, sentences=12, seed=0):
@@ -638,7 +638,7 @@ def test_few_documents_hold_out_their_last_sentences(
     tmp_path, monkeypatch, documents, fraction, copies
 ):
     """Held-out text has about the requested size, spans 2 or more documents and is not in train."""
-    monkeypatch.setattr(module, "_LOWEST_DOCUMENTS", 3)  # of different documents
+    monkeypatch.setattr(prepare_plan, "_LOWEST_DOCUMENTS", 3)  # of different documents
     rng = random.Random(documents)
     words = [[f"d{i}s{n}" for n in range(60)] for i in range(documents)]
     lines = [[" ".join([word] * rng.randint(3, 9)) for word in own] for own in words]

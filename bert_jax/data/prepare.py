@@ -16,13 +16,11 @@ source files themselves, so that no text passes through the machine that launche
 depend on chunk boundaries.
 """
 
-import collections
 import contextlib
 import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import pathlib
 import pickle
@@ -34,9 +32,11 @@ from typing import Any
 import numpy as np
 
 from bert_jax import storage
-from bert_jax.data import corpus, prepare_worker
+from bert_jax.data import corpus, prepare_plan, prepare_worker
 from bert_jax.data import vocabulary_files as vocabularies
+from bert_jax.data.beam import Pipelines
 from bert_jax.data.instances import WHOLE_SENTENCES
+from bert_jax.data.prepare_worker import FileRange, Job, Unit
 from bert_jax.data.rows import (
     FORMAT_VERSION,
     MANIFEST,
@@ -54,12 +54,6 @@ from bert_jax.storage import files
 
 PAIRS = ("nsp", "none", *WHOLE_SENTENCES)
 RUNNERS = ("local", "beam")
-UNKNOWN_FRACTION = 0.2  # with more [UNK] than this, the vocabulary does not fit the text
-
-# How many documents are considered where few are to be held out.
-_LOWEST_DOCUMENTS = 1_000
-# A shard holds 1/64 of the corpus, within these bounds in tokens.
-_SHARDS, _MIN_SHARD_TOKENS, _MAX_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 
 
 @storage.with_uploaded_output("out", resumable=True)
@@ -125,18 +119,9 @@ def prepare(
     if short_fraction is None:
         short_fraction = 0.0 if pairs in WHOLE_SENTENCES else 0.1
     language = language.lower()
-    _check(tokens, sequences, pairs, passes, heldout_fraction, short_fraction, language, workers)
-    _check_runner(runner, beam, workers)
     is_path = isinstance(vocab, str | os.PathLike)
     vocabulary = vocabularies.load(vocab, lowercase) if is_path else vocab
-    if pairs == "nsp" and len(vocabulary.separator_ids) > 1:
-        raise UserError(
-            f"pairs: this vocabulary separates the texts of a pair by two {vocabulary.special[3]}, as "
-            "RoBERTa, which is pretrained without pairs; add --pairs none"
-        )
     parsed = [corpus.parse_source(source) for source in sources]
-    if not parsed:
-        raise UserError("sources: no source of text; name at least one file, folder or glob")
     settings = {
         "sources": list(sources),
         "source_bytes": corpus.total_bytes(parsed),
@@ -150,10 +135,11 @@ def prepare(
         **vocabulary.settings,
         "language": language,
     }
+    _check(settings, vocabulary)
     out = pathlib.Path(out)
     if not force:
         _check_out(out)
-    job = prepare_worker.Job(
+    job = Job(
         out / ".partial",
         tuple(parsed),
         vocabulary,
@@ -163,8 +149,20 @@ def prepare(
         short_fraction,
         language,
     )
+    return _prepare(job, out, settings, force, runner, _pool(job, workers, runner, beam))
+
+
+def _prepare(
+    job: Job,
+    out: pathlib.Path,
+    settings: dict[str, Any],
+    force: bool,
+    runner: str,
+    pool: Workers | Pipelines,
+) -> Manifest:
+    """Do what is missing of the work, and return the manifest."""
     files.refuse_link(job.folder)
-    finished = functools.partial(_finished, out, settings, vocabulary, force, parsed)
+    finished = functools.partial(_finished, job, out, settings, force)
     if not job.folder.exists() and (manifest := finished()):
         return manifest
     is_new = not out.exists()
@@ -178,18 +176,20 @@ def prepare(
             shutil.rmtree(job.folder)
             return manifest
         _discard_stale_work(job, settings, runner)
-        with _pool(job, workers, runner, beam) as pool:
-            plan = _tokenize_all(job, pool, heldout_fraction)
+        with pool:
+            plan = _tokenize_all(job, pool, settings["heldout_fraction"])
             units = {
-                "train": _units("train", plan["starts"]["train"], passes),
-                "heldout": _units("heldout", plan["starts"]["heldout"], 1),
+                "train": prepare_plan.units_of(
+                    "train", plan["starts"]["train"], settings["passes"]
+                ),
+                "heldout": prepare_plan.units_of("heldout", plan["starts"]["heldout"], 1),
             }
             _write_all(job, pool, [*units["train"], *units["heldout"]])
         return _finish(job, out, settings, plan, units)
 
 
 @contextlib.contextmanager
-def _removed_if_unused(job: prepare_worker.Job, is_new: bool) -> Iterator[None]:
+def _removed_if_unused(job: Job, is_new: bool) -> Iterator[None]:
     """Remove the working folder, and the output folder if new, after an error before any work.
 
     The caller holds the lock of the working folder.
@@ -204,33 +204,25 @@ def _removed_if_unused(job: prepare_worker.Job, is_new: bool) -> Iterator[None]:
         raise
 
 
-def _check(
-    tokens: int,
-    sequences: int,
-    pairs: str,
-    passes: int,
-    heldout_fraction: float,
-    short_fraction: float,
-    language: str,
-    workers: int | None,
-) -> None:
-    if not 8 <= tokens < 1 << 16:
-        raise UserError(f"tokens: {tokens} is out of range; choose 8 to 65,535")
-    if not 1 <= sequences <= tokens:
-        raise UserError(
-            f"sequences: {sequences} is out of range; choose 1 to {tokens}, the tokens per row"
-        )
+def _check(settings: dict[str, Any], vocabulary: Vocabulary) -> None:
+    """Refuse settings that are out of range or do not fit together."""
+    tokens, pairs, passes, language = (
+        settings[name] for name in ("tokens", "pairs", "passes", "language")
+    )
+    if not settings["sources"]:
+        raise UserError("sources: no source of text; name at least one file, folder or glob")
+    for name, is_valid, choices in (
+        ("tokens", 8 <= tokens < 1 << 16, "8 to 65,535"),
+        ("sequences", 1 <= settings["sequences"] <= tokens, f"1 to {tokens}, the tokens per row"),
+        ("passes", 1 <= passes <= 10_000, "1 to 10,000"),
+        ("heldout_fraction", 0 <= settings["heldout_fraction"] < 1, "at least 0, less than 1"),
+        ("short_fraction", 0 <= settings["short_fraction"] <= 1, "0 to 1"),
+    ):
+        if not is_valid:
+            raise UserError(f"{name}: {settings[name]} is out of range; choose {choices}")
     if pairs not in PAIRS:
         raise UserError(f"pairs: unknown value {pairs!r}; choose one of {', '.join(PAIRS)}")
-    if not 1 <= passes <= 10_000:
-        raise UserError(f"passes: {passes} is out of range; choose 1 to 10,000")
-    if not 0 <= heldout_fraction < 1:
-        raise UserError(
-            f"heldout_fraction: {heldout_fraction} is out of range; choose at least 0, less than 1"
-        )
-    if not 0 <= short_fraction <= 1:
-        raise UserError(f"short_fraction: {short_fraction} is out of range; choose 0 to 1")
-    if pairs in WHOLE_SENTENCES and (passes > 1 or short_fraction):
+    if pairs in WHOLE_SENTENCES and (passes > 1 or settings["short_fraction"]):
         name, value = ("passes", "1") if passes > 1 else ("short_fraction", "0")
         raise UserError(
             f"{name}: must be {value} with pairs {pairs!r}, which makes no random choices"
@@ -239,11 +231,15 @@ def _check(
         raise UserError(
             f"language: unknown code {language!r}; choose one of two or three letters, such as en or de"
         )
-    if workers is not None and not 1 <= workers <= 1024:
-        raise UserError(f"workers: {workers} is out of range; choose 1 to 1,024")
+    if pairs == "nsp" and len(vocabulary.separator_ids) > 1:
+        raise UserError(
+            f"pairs: this vocabulary separates the texts of a pair by two {vocabulary.special[3]}, as "
+            "RoBERTa, which is pretrained without pairs; add --pairs none"
+        )
 
 
-def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None:
+def _pool(job: Job, workers: int | None, runner: str, beam: Sequence[str]) -> Workers | Pipelines:
+    """Return what executes the units of work."""
     if runner not in RUNNERS:
         raise UserError(f"runner: unknown value {runner!r}; choose one of {', '.join(RUNNERS)}")
     if runner == "beam":
@@ -252,11 +248,12 @@ def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None
                 "workers: not an option of the Beam runner; use Beam's own options, such as "
                 "--beam direct_num_workers=4"
             )
-        from bert_jax.data import beam as beam_runner
-
-        beam_runner.options(beam)
-    elif beam:
+        return Pipelines(functools.partial(call, job), job.folder / "error", beam)
+    if beam:
         raise UserError(f"--beam {beam[0]}: only for Apache Beam; add --runner beam")
+    if workers is not None and not 1 <= workers <= 1024:
+        raise UserError(f"workers: {workers} is out of range; choose 1 to 1,024")
+    return Workers(job, workers or cores())
 
 
 def _check_out(out: pathlib.Path) -> None:
@@ -270,11 +267,7 @@ def _check_out(out: pathlib.Path) -> None:
 
 
 def _finished(
-    out: pathlib.Path,
-    settings: dict[str, Any],
-    vocabulary: Vocabulary,
-    force: bool,
-    sources: Sequence[corpus.Source],
+    job: Job, out: pathlib.Path, settings: dict[str, Any], force: bool
 ) -> Manifest | None:
     """Return the manifest of `out` if it holds rows made with `settings`, else None."""
     if not (out / MANIFEST).exists():
@@ -286,7 +279,7 @@ def _finished(
             return None
         raise
     existing = {**manifest.settings, "vocabulary": manifest.vocab_sha256[:12]}
-    requested = {**settings, "vocabulary": vocabulary.sha256[:12]}
+    requested = {**settings, "vocabulary": job.vocabulary.sha256[:12]}
     differing = [
         f"{name} {existing.get(name)!r}, not {requested.get(name)!r}"
         for name in dict.fromkeys([*requested, *existing])
@@ -295,8 +288,8 @@ def _finished(
     if not differing:
         print(with_user_paths(f"{out} already holds these rows; nothing to do"))
         made = (out / MANIFEST).stat().st_mtime
-        paths = [path for source in sources for path in source.files]
-        newer = [path for path in paths if path.exists() and path.stat().st_mtime > made]
+        paths = [path for path in job.files if path.exists()]
+        newer = [path for path in paths if path.stat().st_mtime > made]
         if newer and not storage.remote(out):
             print(
                 with_user_paths(
@@ -312,10 +305,9 @@ def _finished(
     )
 
 
-def _discard_stale_work(job: prepare_worker.Job, settings: dict[str, Any], runner: str) -> None:
+def _discard_stale_work(job: Job, settings: dict[str, Any], runner: str) -> None:
     """Empty the working folder unless it was made from the same input and settings."""
-    paths = [path for source in job.sources for path in source.files]
-    files_read = [[storage.remote(path) or str(path), *storage.stat(path)] for path in paths]
+    files_read = [[storage.remote(path) or str(path), *storage.stat(path)] for path in job.files]
     sizes = [prepare_worker.CHUNK_CHARACTERS, prepare_worker.BATCH_BYTES]
     content = json.dumps([settings, files_read, job.vocabulary.sha256, runner, sizes])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
@@ -333,8 +325,8 @@ def _discard_stale_work(job: prepare_worker.Job, settings: dict[str, Any], runne
 # Stage 1: documents to chunks of tokens.
 
 
-def _tokenize_all(job: prepare_worker.Job, pool: Any, heldout_fraction: float) -> dict[str, Any]:
-    """Tokenize what is missing and plan stage 2; return the result of `_plan`."""
+def _tokenize_all(job: Job, pool: Workers | Pipelines, heldout_fraction: float) -> dict[str, Any]:
+    """Tokenize what is missing and plan stage 2; return the result of `make_plan`."""
     path = job.folder / "plan.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -342,7 +334,7 @@ def _tokenize_all(job: prepare_worker.Job, pool: Any, heldout_fraction: float) -
     tokenize = _tokenize_chunks if isinstance(pool, Workers) else _tokenize_batches
     with Progress("tokenizing", corpus.total_bytes(job.sources), "B") as progress:
         chunks = tokenize(job, pool, report, progress)
-    plan = _plan(job, chunks, heldout_fraction)
+    plan = prepare_plan.make_plan(job, chunks, heldout_fraction)
     plan["sources"] = report.sources
     plan["warnings"] = [*report.warnings, *plan["warnings"]]
     files.write_json(path, plan)
@@ -350,7 +342,7 @@ def _tokenize_all(job: prepare_worker.Job, pool: Any, heldout_fraction: float) -
 
 
 def _tokenize_chunks(
-    job: prepare_worker.Job, pool: Any, report: corpus.Report, progress: Progress
+    job: Job, pool: Workers | Pipelines, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
     """Read the sources, tokenize them in workers, and return the chunk numbers in order."""
     chunks = 0
@@ -375,7 +367,7 @@ def _tokenize_chunks(
 
 
 def _tokenize_batches(
-    job: prepare_worker.Job, pool: Any, report: corpus.Report, progress: Progress
+    job: Job, pool: Workers | Pipelines, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
     """Read and tokenize the sources in workers, and return the chunk numbers in order."""
     batches = list(_batches(job.sources))
@@ -399,7 +391,7 @@ def _tokenize_batches(
     return chunks
 
 
-def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.FileRange]:
+def _batches(sources: Sequence[corpus.Source]) -> Iterator[FileRange]:
     """Yield batches of consecutive files of at least `prepare_worker.BATCH_BYTES`; "tfds" is one batch."""
     numbers = itertools.count()
     for i, source in enumerate(sources):
@@ -407,202 +399,16 @@ def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.FileRa
         for end, file in enumerate(source.files, 1):
             size += storage.stat(file)[0]
             if size >= prepare_worker.BATCH_BYTES:
-                yield prepare_worker.FileRange(next(numbers), i, first, end)
+                yield FileRange(next(numbers), i, first, end)
                 first, size = end, 0
         if first < len(source.files) or not source.files:
-            yield prepare_worker.FileRange(next(numbers), i, first, len(source.files))
-
-
-def _plan(
-    job: prepare_worker.Job, chunks: Sequence[int], heldout_fraction: float
-) -> dict[str, Any]:
-    """Divide the documents into splits and units, and write the index of each split.
-
-    Returns:
-        `starts` (first document of each unit and the end, for each split) and `warnings`.
-    """
-    documents = tokens = heldout_tokens = 0
-    threshold = np.uint64(heldout_fraction * 2**64)
-    # The documents with the lowest hashes, each once, and how many copies the corpus has of them.
-    lowest, copies = np.zeros(0, prepare_worker.DOCUMENT), np.zeros(0, np.int64)
-    unknown: collections.Counter[str] = collections.Counter()
-    mostly_unknown: list[tuple[float, str]] = []
-    by_file = (
-        (file, counts)
-        for number in chunks
-        for file, counts in prepare_worker.read_table(job.chunk(number))[1].items()
-    )
-    for file, group in itertools.groupby(by_file, key=lambda item: item[0]):
-        total, missed = (sum(column) for column in zip(*(c for _, c in group), strict=True))
-        unknown["tokens"] += total
-        unknown["missed"] += missed
-        if missed > UNKNOWN_FRACTION * total:
-            mostly_unknown.append((missed / total, file))
-    for number in chunks:
-        table, _ = prepare_worker.read_table(job.chunk(number))
-        documents += len(table)
-        tokens += int(table["tokens"].sum())
-        heldout_tokens += int(table["tokens"][table["hash"] < threshold].sum())
-        lowest = np.concatenate([lowest, table])
-        copies = np.concatenate([copies, np.ones(len(table), np.int64)])
-        _, first, groups = np.unique(lowest["hash"], return_index=True, return_inverse=True)
-        copies = np.bincount(groups, copies)[:_LOWEST_DOCUMENTS].astype(np.int64)
-        lowest = lowest[first[:_LOWEST_DOCUMENTS]]
-
-    warnings = []
-    if not documents:
-        raise UserError("the sources contain no text with words; check the files")
-    if job.pairs == "nsp" and len(lowest) == 1:
-        raise UserError(
-            "the corpus has one document only, but random next sentences come from another one; "
-            "separate documents by blank lines, or use --pairs none"
-        )
-    if mostly_unknown:
-        fraction, file = max(mostly_unknown)
-        warnings.append(
-            f"{with_user_paths(file)}: {fraction:.0%} of its tokens are unknown to the vocabulary "
-            f"({len(mostly_unknown):,} such files, {unknown['missed'] / unknown['tokens']:.0%} of "
-            "the corpus); check that the vocabulary matches the language and case of the text"
-        )
-
-    # How many tokens at the end of a document are held out, by its hash, where it is not all.
-    tails: dict[int, tuple[int, int]] = {}
-    # A random next sentence comes from another document of the same split.
-    min_documents = 2 if job.pairs == "nsp" else 1
-    target = math.ceil(heldout_fraction * tokens)
-    enough = len(lowest) > 1 and lowest["hash"][1] < threshold
-    if target and not (enough and target / 2 <= heldout_tokens <= 2 * target):
-        threshold = np.uint64(0)
-        tails = _heldout_ends(job, lowest, copies, target)
-        if len(tails) < min_documents:
-            tails = {}
-            warnings.append(
-                f"the corpus has {documents:,} documents, too few or too short to hold out a part"
-            )
-
-    shard_tokens = min(max(tokens // _SHARDS, _MIN_SHARD_TOKENS), _MAX_SHARD_TOKENS)
-    starts: dict[str, list[int]] = {"train": [], "heldout": []}
-    with contextlib.ExitStack() as stack:
-        indices = {
-            split: stack.enter_context(
-                open(stack.enter_context(files.atomic_write(job.index(split))), "wb")
-            )
-            for split in starts
-        }
-        count = dict.fromkeys(starts, 0)
-        size = dict.fromkeys(starts, 0)
-        unit = dict.fromkeys(starts, -1)
-        for number in chunks:
-            table, _ = prepare_worker.read_table(job.chunk(number))
-            for split, part in zip(starts, _divided(table, threshold, tails), strict=True):
-                if not len(part):
-                    continue
-                ends = size[split] + part["tokens"].cumsum(dtype=np.int64)
-                units = (ends - part["tokens"]) // shard_tokens
-                (new,) = np.nonzero(np.diff(units, prepend=unit[split]))
-                starts[split] += (count[split] + new).tolist()
-                indices[split].write(part.tobytes())
-                count[split] += len(part)
-                size[split], unit[split] = int(ends[-1]), int(units[-1])
-    for split in starts:
-        starts[split].append(count[split])
-    if count["train"] < min_documents:
-        raise UserError(
-            f"heldout_fraction {heldout_fraction} leaves fewer than two documents to train on; lower it"
-        )
-    share = size["heldout"] / sum(size.values())
-    if share > 2 * heldout_fraction or 0 < share < heldout_fraction / 2:
-        reason = (
-            f"the corpus has few documents ({documents:,})"
-            if share > heldout_fraction
-            else f"of {documents:,} documents, those with the lowest hashes are short"
-        )
-        warnings.append(
-            f"{share:.1%} of the tokens are held out, not {heldout_fraction:.1%}: {reason}"
-        )
-    return {"starts": starts, "warnings": warnings}
-
-
-def _heldout_ends(
-    job: prepare_worker.Job, documents: np.ndarray, copies: np.ndarray, target: int
-) -> dict[int, tuple[int, int]]:
-    """Choose the ends of documents that are held out where few documents are to be.
-
-    Args:
-        job: the job.
-        documents: [n] of `DOCUMENT`, in order of preference.
-        copies: [n], how many times each is in the corpus.
-        target: number of tokens to hold out. At least two documents have a part in it if possible,
-            because random next sentences come from another document.
-
-    Returns:
-        Numbers of sentences and tokens at the end of a document, by its hash; both are all that the
-        document has if it is held out whole.
-    """
-    tails: dict[int, tuple[int, int]] = {}
-    remaining_tokens = target
-    for document, num_copies in zip(documents, copies.tolist(), strict=True):
-        if remaining_tokens <= 0 and len(tails) > 1:
-            break
-        budget = max(remaining_tokens if tails else target // 2, 1) / num_copies
-        count, total = int(document["sentences"]), int(document["tokens"])
-        if total > budget:
-            bounds = np.fromfile(
-                job.chunk(int(document["chunk"])), "<u4", count + 1, offset=int(document["at"])
-            )
-            sizes = bounds[-1] - bounds[1:-1].astype(
-                np.int64
-            )  # of the ends after 1, 2, … sentences
-            if not len(sizes):
-                continue
-            first = 1 + int(np.abs(sizes - budget).argmin())
-            count, total = count - first, int(sizes[first - 1])
-        tails[int(document["hash"])] = count, total
-        remaining_tokens -= total * num_copies
-    return tails
-
-
-def _divided(
-    table: np.ndarray, threshold: np.uint64, tails: dict[int, tuple[int, int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Divide the documents of a chunk into those to train on and those held out.
-
-    Args:
-        table: [n] of `DOCUMENT`.
-        threshold: documents with lower hashes are held out.
-        tails: of other documents, the ends that are held out (see `_heldout_ends`).
-    """
-    heldout = table["hash"] < threshold
-    train, held = table[~heldout], table[heldout]
-    split = np.isin(train["hash"], np.array([*tails], np.uint64))
-    if split.any():
-        held = train[split]
-        count, total = np.array([tails[int(value)] for value in held["hash"]]).T
-        train["sentences"][split] -= count.astype(np.uint32)
-        train["tokens"][split] -= total.astype(np.uint32)
-        held["at"] += 4 * (held["sentences"] - count).astype(np.uint64)
-        held["sentences"], held["tokens"] = count, total
-        train = train[train["sentences"] > 0]
-    return train, held
+            yield FileRange(next(numbers), i, first, len(source.files))
 
 
 # Stage 2: tokens to shards of rows.
 
 
-def _units(split: str, starts: list[int], passes: int) -> list[prepare_worker.Unit]:
-    bounds = list(itertools.pairwise(starts))
-    total = passes * len(bounds)
-    return [
-        prepare_worker.Unit(
-            split, pass_index, first, end, f"{split}-{number:05}-of-{total:05}.arrayrecord"
-        )
-        for number, (pass_index, (first, end)) in enumerate(
-            itertools.product(range(passes), bounds)
-        )
-    ]
-
-
-def _write_all(job: prepare_worker.Job, pool: Any, units: list[prepare_worker.Unit]) -> None:
+def _write_all(job: Job, pool: Workers | Pipelines, units: list[Unit]) -> None:
     done = {u for u in units if (job.folder / f"{u.name}.json").exists()}
     size = {u: u.end - u.first for u in units}
     total, before = sum(size.values()), sum(size[u] for u in done)
@@ -612,24 +418,15 @@ def _write_all(job: prepare_worker.Job, pool: Any, units: list[prepare_worker.Un
             progress.advance(documents)
 
 
-def _pool(job: prepare_worker.Job, workers: int | None, runner: str, beam: Sequence[str]) -> Any:
-    """Return a context manager with a `run` method like that of `Workers`."""
-    if runner == "local":
-        return Workers(job, workers or cores())
-    from bert_jax.data.beam import Pipelines
-
-    return Pipelines(functools.partial(call, job), job.folder / "error", beam)
-
-
 # Completion.
 
 
 def _finish(
-    job: prepare_worker.Job,
+    job: Job,
     out: pathlib.Path,
     settings: dict[str, Any],
     plan: dict[str, Any],
-    units: dict[str, list[prepare_worker.Unit]],
+    units: dict[str, list[Unit]],
 ) -> Manifest:
     """Move the shards into place and write the manifest, in an order that is safe to interrupt."""
     (out / MANIFEST).unlink(missing_ok=True)  # invalidates existing rows
@@ -648,13 +445,9 @@ def _finish(
     written = job.vocabulary.contents.keys()
     for name in {VOCAB, SETTINGS, *vocabularies.FILES} - written:
         (out / name).unlink(missing_ok=True)  # of a vocabulary of another kind
-    lengths = {
-        split: sum(
-            (np.array(statistics[unit.name]["lengths"]) for unit in units[split]),
-            np.zeros(job.format.tokens + 1, np.int64),
-        )
-        for split in units
-    }
+    splits, lengths = {}, {}
+    for split, of_split in units.items():
+        splits[split], lengths[split] = _split(job, plan["starts"][split][-1], of_split, statistics)
     manifest = Manifest(
         version=FORMAT_VERSION,
         tokens=job.format.tokens,
@@ -667,14 +460,8 @@ def _finish(
         sources=tuple(plan["sources"]),
         length_histogram=tuple(lengths["train"].tolist()),
         warnings=tuple(plan["warnings"]),
-        **{
-            split: _split(job.format, plan["starts"][split][-1], lengths[split], [
-                Shard(unit.name, *(statistics[unit.name][key] for key in ("rows", "bytes", "sha256")))
-                for unit in units[split]
-            ])
-            for split in units
-        },
-    )  # fmt: skip
+        **splits,
+    )
     files.write_json(out / MANIFEST, manifest.to_dict())
     shutil.rmtree(job.folder)
     _print_summary(out, manifest)
@@ -682,18 +469,20 @@ def _finish(
 
 
 def _split(
-    row_format: RowFormat, documents: int, lengths: np.ndarray, shards: list[Shard]
-) -> Split:
-    rows = sum(shard.rows for shard in shards)
-    real_tokens = int(lengths @ np.arange(len(lengths)))
-    return Split(
-        documents=documents,
-        sequences=int(lengths.sum()),
-        rows=rows,
-        real_tokens=real_tokens,
-        fill_fraction=real_tokens / (rows * row_format.tokens) if rows else 0.0,
-        shards=tuple(shards),
+    job: Job, documents: int, units: list[Unit], statistics: dict[str, dict[str, Any]]
+) -> tuple[Split, np.ndarray]:
+    """Return the description of a split, and how many sequences of each length 0..T it has."""
+    tokens, of_units = job.format.tokens, [statistics[unit.name] for unit in units]
+    lengths = np.zeros(tokens + 1, np.int64)
+    lengths = sum((np.array(entry["lengths"]) for entry in of_units), lengths)
+    rows, real_tokens = sum(x["rows"] for x in of_units), int(lengths @ np.arange(len(lengths)))
+    shards = tuple(
+        Shard(unit.name, entry["rows"], entry["bytes"], entry["sha256"])
+        for unit, entry in zip(units, of_units, strict=True)
     )
+    fill_fraction = real_tokens / (rows * tokens) if rows else 0.0
+    split = Split(documents, int(lengths.sum()), rows, real_tokens, fill_fraction, shards)
+    return split, lengths
 
 
 def _print_summary(out: pathlib.Path, manifest: Manifest) -> None:

@@ -63,6 +63,11 @@ class Job:
     language: str
 
     @property
+    def files(self) -> list[pathlib.Path]:
+        """The files of all sources."""
+        return [path for source in self.sources for path in source.files]
+
+    @property
     def token_type(self) -> np.dtype:
         return self.format.dtype["tokens"].base
 
