@@ -41,7 +41,6 @@ from bert_jax.data.rows import (
     FORMAT_VERSION,
     MANIFEST,
     Manifest,
-    RowFormat,
     Shard,
     Split,
     read_manifest,
@@ -136,56 +135,37 @@ def prepare(
         "language": language,
     }
     _check(settings, vocabulary)
-    out = pathlib.Path(out)
     if not force:
-        _check_out(out)
-    job = Job(
-        out / ".partial",
-        tuple(parsed),
-        vocabulary,
-        RowFormat(tokens, sequences, len(vocabulary)),
-        pairs,
-        seed,
-        short_fraction,
-        language,
-    )
-    return _prepare(job, out, settings, force, runner, _pool(job, workers, runner, beam))
+        _check_out(pathlib.Path(out))
+    job = Job(pathlib.Path(out), tuple(parsed), vocabulary, settings)
+    return _prepare(job, force, runner, _pool(job, workers, runner, beam))
 
 
-def _prepare(
-    job: Job,
-    out: pathlib.Path,
-    settings: dict[str, Any],
-    force: bool,
-    runner: str,
-    pool: Workers | Pipelines,
-) -> Manifest:
+def _prepare(job: Job, force: bool, runner: str, pool: Workers | Pipelines) -> Manifest:
     """Do what is missing of the work, and return the manifest."""
     files.refuse_link(job.folder)
-    finished = functools.partial(_finished, job, out, settings, force)
-    if not job.folder.exists() and (manifest := finished()):
+    if not job.folder.exists() and (manifest := _finished(job, force)):
         return manifest
-    is_new = not out.exists()
+    is_new = not job.out.exists()
     with (
-        files.one_line_errors(f"cannot write to {out}"),
+        files.one_line_errors(f"cannot write to {job.out}"),
         files.lock_folder(job.folder),
         _removed_if_unused(job, is_new),
     ):
         # Another process may have finished, or a previous run may have stopped before cleaning up.
-        if manifest := finished():
+        if manifest := _finished(job, force):
             shutil.rmtree(job.folder)
             return manifest
-        _discard_stale_work(job, settings, runner)
+        _discard_stale_work(job, runner)
         with pool:
-            plan = _tokenize_all(job, pool, settings["heldout_fraction"])
+            plan = _tokenize_all(job, pool)
+            passes = {"train": job.settings["passes"], "heldout": 1}
             units = {
-                "train": prepare_plan.units_of(
-                    "train", plan["starts"]["train"], settings["passes"]
-                ),
-                "heldout": prepare_plan.units_of("heldout", plan["starts"]["heldout"], 1),
+                split: prepare_plan.units_of(split, plan["starts"][split], passes[split])
+                for split in passes
             }
             _write_all(job, pool, [*units["train"], *units["heldout"]])
-        return _finish(job, out, settings, plan, units)
+        return _finish(job, plan, units)
 
 
 @contextlib.contextmanager
@@ -200,7 +180,7 @@ def _removed_if_unused(job: Job, is_new: bool) -> Iterator[None]:
         if job.folder.exists() and not any(job.folder.glob("*.tokens")):
             shutil.rmtree(job.folder)
             if is_new:
-                job.folder.parent.rmdir()
+                job.out.rmdir()
         raise
 
 
@@ -266,10 +246,9 @@ def _check_out(out: pathlib.Path) -> None:
         )
 
 
-def _finished(
-    job: Job, out: pathlib.Path, settings: dict[str, Any], force: bool
-) -> Manifest | None:
-    """Return the manifest of `out` if it holds rows made with `settings`, else None."""
+def _finished(job: Job, force: bool) -> Manifest | None:
+    """Return the manifest of the output if it holds rows made with the settings, else None."""
+    out = job.out
     if not (out / MANIFEST).exists():
         return None
     try:
@@ -279,7 +258,7 @@ def _finished(
             return None
         raise
     existing = {**manifest.settings, "vocabulary": manifest.vocab_sha256[:12]}
-    requested = {**settings, "vocabulary": job.vocabulary.sha256[:12]}
+    requested = {**job.settings, "vocabulary": job.vocabulary.sha256[:12]}
     differing = [
         f"{name} {existing.get(name)!r}, not {requested.get(name)!r}"
         for name in dict.fromkeys([*requested, *existing])
@@ -305,18 +284,17 @@ def _finished(
     )
 
 
-def _discard_stale_work(job: Job, settings: dict[str, Any], runner: str) -> None:
+def _discard_stale_work(job: Job, runner: str) -> None:
     """Empty the working folder unless it was made from the same input and settings."""
     files_read = [[storage.remote(path) or str(path), *storage.stat(path)] for path in job.files]
     sizes = [prepare_worker.CHUNK_CHARACTERS, prepare_worker.BATCH_BYTES]
-    content = json.dumps([settings, files_read, job.vocabulary.sha256, runner, sizes])
+    content = json.dumps([job.settings, files_read, job.vocabulary.sha256, runner, sizes])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
-    folder = job.folder
-    path = folder / "fingerprint"
+    path = job.folder / "fingerprint"
     if path.exists() and path.read_text() == fingerprint:
         return
     path.unlink(missing_ok=True)  # first, as the folder may be left half-emptied
-    for entry in folder.iterdir():
+    for entry in job.folder.iterdir():
         if entry.name != "lock":
             entry.unlink()
     files.write(path, fingerprint)
@@ -325,7 +303,7 @@ def _discard_stale_work(job: Job, settings: dict[str, Any], runner: str) -> None
 # Stage 1: documents to chunks of tokens.
 
 
-def _tokenize_all(job: Job, pool: Workers | Pipelines, heldout_fraction: float) -> dict[str, Any]:
+def _tokenize_all(job: Job, pool: Workers | Pipelines) -> dict[str, Any]:
     """Tokenize what is missing and plan stage 2; return the result of `make_plan`."""
     path = job.folder / "plan.json"
     if path.exists():
@@ -334,7 +312,7 @@ def _tokenize_all(job: Job, pool: Workers | Pipelines, heldout_fraction: float) 
     tokenize = _tokenize_chunks if isinstance(pool, Workers) else _tokenize_batches
     with Progress("tokenizing", corpus.total_bytes(job.sources), "B") as progress:
         chunks = tokenize(job, pool, report, progress)
-    plan = prepare_plan.make_plan(job, chunks, heldout_fraction)
+    plan = prepare_plan.make_plan(job, chunks)
     plan["sources"] = report.sources
     plan["warnings"] = [*report.warnings, *plan["warnings"]]
     files.write_json(path, plan)
@@ -345,17 +323,15 @@ def _tokenize_chunks(
     job: Job, pool: Workers | Pipelines, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
     """Read the sources, tokenize them in workers, and return the chunk numbers in order."""
-    chunks = 0
+    numbers: list[int] = []
 
     def missing() -> Iterator[tuple[int, tuple[int, list[corpus.RawDocument]]]]:
-        nonlocal chunks
         bytes_before = 0
-        documents = itertools.chain.from_iterable(
-            corpus.read(source, report) for source in job.sources
-        )
-        for chunk in prepare_worker.chunks(documents):
+        read = (corpus.read(source, report) for source in job.sources)
+        chunks = prepare_worker.chunks(itertools.chain.from_iterable(read))
+        for number, chunk in enumerate(chunks):
+            numbers.append(number)
             size, bytes_before = report.bytes_read - bytes_before, report.bytes_read
-            number, chunks = chunks, chunks + 1
             if job.chunk(number).exists():
                 progress.advance(size)
             else:
@@ -363,7 +339,7 @@ def _tokenize_chunks(
 
     for size, _ in pool.run("tokenize", missing()):
         progress.advance(size)
-    return range(chunks)
+    return numbers
 
 
 def _tokenize_batches(
@@ -421,14 +397,9 @@ def _write_all(job: Job, pool: Workers | Pipelines, units: list[Unit]) -> None:
 # Completion.
 
 
-def _finish(
-    job: Job,
-    out: pathlib.Path,
-    settings: dict[str, Any],
-    plan: dict[str, Any],
-    units: dict[str, list[Unit]],
-) -> Manifest:
+def _finish(job: Job, plan: dict[str, Any], units: dict[str, list[Unit]]) -> Manifest:
     """Move the shards into place and write the manifest, in an order that is safe to interrupt."""
+    out = job.out
     (out / MANIFEST).unlink(missing_ok=True)  # invalidates existing rows
     statistics = {
         unit.name: json.loads((job.folder / f"{unit.name}.json").read_text())
@@ -454,9 +425,9 @@ def _finish(
         sequences=job.format.sequences,
         vocab_size=job.format.vocab_size,
         vocab_sha256=job.vocabulary.sha256,
-        pairs=job.pairs,
-        seed=job.seed,
-        settings=settings,
+        pairs=job.settings["pairs"],
+        seed=job.settings["seed"],
+        settings=job.settings,
         sources=tuple(plan["sources"]),
         length_histogram=tuple(lengths["train"].tolist()),
         warnings=tuple(plan["warnings"]),

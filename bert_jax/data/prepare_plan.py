@@ -19,12 +19,13 @@ _LOWEST_DOCUMENTS = 1_000
 _SHARDS, _MIN_SHARD_TOKENS, _MAX_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 
 
-def make_plan(job: Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str, Any]:
+def make_plan(job: Job, chunks: Sequence[int]) -> dict[str, Any]:
     """Divide the documents into splits and units, and write the index of each split.
 
     Returns:
         `starts` (first document of each unit and the end, for each split) and `warnings`.
     """
+    heldout_fraction, is_nsp = job.settings["heldout_fraction"], job.settings["pairs"] == "nsp"
     documents = tokens = heldout_tokens = 0
     threshold = np.uint64(heldout_fraction * 2**64)
     # The documents with the lowest hashes, each once, and how many copies the corpus has of them.
@@ -41,7 +42,7 @@ def make_plan(job: Job, chunks: Sequence[int], heldout_fraction: float) -> dict[
         lowest = lowest[first[:_LOWEST_DOCUMENTS]]
     if not documents:
         raise UserError("the sources contain no text with words; check the files")
-    if job.pairs == "nsp" and len(lowest) == 1:
+    if is_nsp and len(lowest) == 1:
         raise UserError(
             "the corpus has one document only, but random next sentences come from another one; "
             "separate documents by blank lines, or use --pairs none"
@@ -51,7 +52,7 @@ def make_plan(job: Job, chunks: Sequence[int], heldout_fraction: float) -> dict[
     # How many tokens at the end of a document are held out, by its hash, where it is not all.
     tails: dict[int, tuple[int, int]] = {}
     # A random next sentence comes from another document of the same split.
-    min_documents = 2 if job.pairs == "nsp" else 1
+    min_documents = 2 if is_nsp else 1
     target = math.ceil(heldout_fraction * tokens)
     enough = len(lowest) > 1 and lowest["hash"][1] < threshold
     if target and not (enough and target / 2 <= heldout_tokens <= 2 * target):

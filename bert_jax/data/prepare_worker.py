@@ -51,16 +51,22 @@ _FOOTER = struct.Struct("<II")  # documents, bytes of statistics
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Input, settings and file names that all workers share."""
+    """Input, settings of `prepare` and file names that all workers share."""
 
-    folder: pathlib.Path  # working folder
+    out: pathlib.Path
     sources: tuple[corpus.Source, ...]
     vocabulary: Vocabulary
-    format: RowFormat
-    pairs: str
-    seed: int
-    short_fraction: float
-    language: str
+    settings: dict[str, Any]
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The working folder."""
+        return self.out / ".partial"
+
+    @property
+    def format(self) -> RowFormat:
+        settings = self.settings
+        return RowFormat(settings["tokens"], settings["sequences"], len(self.vocabulary))
 
     @property
     def files(self) -> list[pathlib.Path]:
@@ -220,7 +226,7 @@ class Worker:
         size = job.token_type.itemsize
         for document in documents:
             start, first = len(tokens), len(bounds) - 1
-            for sentence in split_sentences(document, job.language):
+            for sentence in split_sentences(document, job.settings["language"]):
                 ids = self._encode(sentence, len(tokens) == start)
                 if ids:
                     tokens += ids
@@ -266,26 +272,26 @@ class Worker:
         """Write a unit's rows and their statistics, which `prepare` reads."""
         from array_record.python.array_record_module import ArrayRecordWriter
 
-        job = self._job
-        rng = random.Random(f"{job.seed} {unit.split} {unit.pass_index} {unit.first}")
+        job, row_format, settings = self._job, self._job.format, self._job.settings
+        rng = random.Random(f"{settings['seed']} {unit.split} {unit.pass_index} {unit.first}")
         instances = Instances(
             _Documents(job, unit.split),
             job.vocabulary,
-            job.format.tokens,
-            job.pairs,
-            job.short_fraction,
+            row_format.tokens,
+            settings["pairs"],
+            settings["short_fraction"],
         )
         examples = instances.of_all(unit.first, unit.end, rng)
         rows = 0
-        histogram = np.zeros(job.format.tokens + 1, np.int64)
+        histogram = np.zeros(row_format.tokens + 1, np.int64)
         with files.atomic_write(job.folder / unit.name) as temporary:
             writer = ArrayRecordWriter(str(temporary), _WRITER_OPTIONS)
             try:
                 while window := list(itertools.islice(examples, _WINDOW_SEQUENCES)):
-                    packed = job.format.pack(window)
+                    packed = row_format.pack(window)
                     order = list(range(len(packed)))  # shuffled below, as packing sorts by length
                     rng.shuffle(order)
-                    for record in job.format.encode(packed[order]):
+                    for record in row_format.encode(packed[order]):
                         writer.write(record)
                     rows += len(packed)
                     lengths = [len(example.tokens) for example in window]
@@ -303,5 +309,5 @@ class Worker:
         files.write_json(job.folder / f"{unit.name}.json", statistics)
 
     def call(self, method: str, arguments: tuple) -> Any:
-        with files.one_line_errors(f"cannot write to {self._job.folder.parent}"):
+        with files.one_line_errors(f"cannot write to {self._job.out}"):
             return getattr(self, method)(*arguments)
