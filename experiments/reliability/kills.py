@@ -161,7 +161,8 @@ def moments(out: pathlib.Path, rng: random.Random) -> dict[str, Callable[[], boo
 
     def deleting():
         nonlocal seen
-        gone, seen = seen - names(checkpoints), names(checkpoints)
+        now = names(checkpoints)
+        gone, seen = seen - now, now
         return any(name.isdigit() for name in gone)
 
     def last_line(condition):
