@@ -65,7 +65,7 @@ def content(folder):
     return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
 
 
-class Shuffled:
+class Shuffled(beam.Pipelines):
     """Runner that executes tasks in random order and some of them twice, as Beam may."""
 
     def __init__(self, job, rng):

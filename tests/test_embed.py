@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from bert_jax.config.schema import Config, EmbedConfig, ModelConfig
 from bert_jax.convert.huggingface import to_huggingface
-from bert_jax.data import texts as texts_lib
+from bert_jax.data import tables
 from bert_jax.data import vectors as vectors_lib
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.inference import embed
@@ -373,7 +373,7 @@ def test_empty_source_writes_empty_output(tmp_path, suffix):
     ],
 )
 def test_bad_source_is_a_one_line_error(tmp_path, monkeypatch, name, content, key):
-    monkeypatch.setattr(texts_lib, "_LINE_BYTES", 200_000)
+    monkeypatch.setattr(tables, "LINE_BYTES", 200_000)
     if isinstance(content, dict):
         write_parquet(tmp_path / name, **content)
     elif content is not None:

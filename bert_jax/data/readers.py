@@ -31,7 +31,7 @@ _JSON_BYTES = 1 << 28
 # Stands for a word that is lost: a word of its own that is in no vocabulary, and so becomes [UNK].
 UNKNOWN_WORD = "\ufffc"
 LONG_DOCUMENT = (
-    f"a document is longer than {DOCUMENT_CHARACTERS:,} characters",
+    f"a document is longer than {DOCUMENT_CHARACTERS >> 20} million characters",
     "split it into several documents",
 )
 _EMPTY_TEXT = "a text is empty", "skipped it"
@@ -124,7 +124,7 @@ class Reader:
         return kind_of_text(head.decode("utf-8", "replace"))
 
     def _lines(
-        self, path: pathlib.Path, stream: io.BufferedIOBase, max_bytes: int = DOCUMENT_CHARACTERS
+        self, path: pathlib.Path, stream: io.BufferedIOBase, max_bytes: int
     ) -> Iterator[tuple[int, str]]:
         """Yield (line number, line without line end); invalid bytes become U+FFFD.
 
@@ -173,11 +173,11 @@ class Reader:
                 size += len(line) + 1
 
     def _sentences(self, path, stream) -> Iterator[tuple[int, str | None]]:
-        for number, line in self._lines(path, stream):
+        for number, line in self._lines(path, stream, DOCUMENT_CHARACTERS):
             yield number, line.strip() or None
 
     def _wikitext(self, path, stream) -> Iterator[tuple[int, str | None]]:
-        for number, line in self._lines(path, stream):
+        for number, line in self._lines(path, stream, DOCUMENT_CHARACTERS):
             heading = WIKITEXT_HEADING.fullmatch(line)
             if heading and heading[1] == "=":
                 yield number, None
@@ -186,7 +186,7 @@ class Reader:
 
     def _wikiextractor(self, path, stream) -> Iterator[tuple[int, str | None]]:
         start, title, inside, is_empty = 1, "", False, True
-        for number, line in self._lines(path, stream):
+        for number, line in self._lines(path, stream, DOCUMENT_CHARACTERS):
             if line.startswith("<doc "):
                 match = re.search(r'title="(.*)">', line)
                 title = html.unescape(match[1]) if match else ""
@@ -206,7 +206,7 @@ class Reader:
     def _books(self, path, stream) -> Iterator[tuple[int, str]]:
         lines: list[str] = []
         size, start = 0, 1
-        for number, line in self._lines(path, stream):
+        for number, line in self._lines(path, stream, DOCUMENT_CHARACTERS):
             if size + len(line) > DOCUMENT_CHARACTERS and lines:
                 self._warn(path, start, *LONG_DOCUMENT)
                 yield start, "\n".join(lines)

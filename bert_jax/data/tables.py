@@ -49,7 +49,6 @@ def read(
     empty: bool = False,
     skip: Callable[[str], None] | None = None,
     count: Callable[[int], None] | None = None,
-    line_bytes: int = LINE_BYTES,
 ) -> Iterator[Record]:
     """Stream the records of a file, in order.
 
@@ -67,7 +66,6 @@ def read(
         skip: called with a message for each row with the wrong number of columns, which is then
             skipped; without it such a row is an error.
         count: called with the number of bytes read since the last call.
-        line_bytes: maximum length of a line.
     """
     kind = kind or kind_of(path)
     if kind not in KINDS:
@@ -77,12 +75,12 @@ def read(
         )
     if str(path) == STANDARD_INPUT:
         path = "standard input"
-        text_lines = lines(sys.stdin.buffer, path, line_bytes)
+        text_lines = lines(sys.stdin.buffer, path)
     else:
         path = pathlib.Path(path)
         with files.one_line_errors(f"cannot read {path}"):
             path.open("rb").close()
-        text_lines = file_lines(path, count, line_bytes)
+        text_lines = file_lines(path, count)
     if kind == ".parquet":
         records = _parquet(pathlib.Path(path), texts, others, optional, count)
     elif kind == ".jsonl":
@@ -90,25 +88,19 @@ def read(
     else:
         quoting = kind == ".csv" if quoting is None else quoting
         delimiter = {".csv": ",", ".tsv": "\t"}.get(kind) or ("\t" if len(header or ()) > 1 else "")
-        rows = (
-            _quoted(text_lines, path, delimiter)
-            if quoting
-            else _unquoted(text_lines, path, delimiter)
-        )
+        rows = (_quoted if quoting else _unquoted)(text_lines, path, delimiter)
         records = _named(rows, path, header, [*texts, *others], skip, skip_blank=kind != ".txt")
     return _checked(records, texts, others, empty)
 
 
-def lines(
-    stream: io.BufferedIOBase | IO[bytes], where: object, line_bytes: int = LINE_BYTES
-) -> Iterator[str]:
+def lines(stream: io.BufferedIOBase | IO[bytes], where: object) -> Iterator[str]:
     """Yield lines without line ends; only line feeds separate lines."""
     number = 0
-    while data := stream.readline(line_bytes + 1):
+    while data := stream.readline(LINE_BYTES + 1):
         number += 1
-        if len(data) > line_bytes:
+        if len(data) > LINE_BYTES:
             raise UserError(
-                f"{where}:{number}: a line of more than {line_bytes:,} bytes; split it into lines of "
+                f"{where}:{number}: a line of more than {LINE_BYTES:,} bytes; split it into lines of "
                 "one text each"
             )
         try:
@@ -123,12 +115,10 @@ def lines(
         yield line.removeprefix("\ufeff" if number == 1 else "").rstrip("\r\n")
 
 
-def file_lines(
-    path: pathlib.Path, count: Callable[[int], None] | None = None, line_bytes: int = LINE_BYTES
-) -> Iterator[str]:
+def file_lines(path: pathlib.Path, count: Callable[[int], None] | None = None) -> Iterator[str]:
     """Yield the `lines` of a file, which may be compressed; `count` as in `read`."""
     with damage_errors(path), decompressed(path, count) as stream:
-        yield from lines(stream, path, line_bytes)
+        yield from lines(stream, path)
 
 
 def _unquoted(

@@ -9,8 +9,6 @@ from bert_jax.data import compressed, tables
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 
-_LINE_BYTES = tables.LINE_BYTES
-
 
 class Texts(NamedTuple):
     """A stream of texts.
@@ -35,7 +33,7 @@ def read(source: str, column: str) -> Texts:
             first two optionally compressed; "-" reads lines from standard input.
         column: field or column with the text in .jsonl and .parquet.
     """
-    options = {"header": [column], "empty": True, "line_bytes": _LINE_BYTES}
+    options = {"header": [column], "empty": True}
     if source == tables.STANDARD_INPUT:
         records = tables.read(source, [column], kind=".txt", **options)
         texts = ((record.fields[column], number) for number, record in enumerate(records, 1))
