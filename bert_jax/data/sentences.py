@@ -78,16 +78,12 @@ def _split_long_sentence(sentence: str) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    lines: list[str] = []
-    for line in text.split("\n"):
-        line = line.strip()
-        if line and len(line) <= WRAPPED_CHARACTERS:
-            lines.append(line)
-            continue
-        if lines:
-            yield " ".join(lines)
-            lines = []
-        if line:
-            yield line
-    if lines:
-        yield " ".join(lines)
+    """Join consecutive lines that may be wrapped; others are paragraphs."""
+    lines = map(str.strip, text.split("\n"))
+    for is_wrapped, group in itertools.groupby(
+        lines, lambda line: 0 < len(line) <= WRAPPED_CHARACTERS
+    ):
+        if is_wrapped:
+            yield " ".join(group)
+        else:
+            yield from filter(None, group)
