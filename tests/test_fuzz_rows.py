@@ -162,11 +162,12 @@ def test_unreadable_shard_is_never_skipped(folder, skip):
     path = shard_of(folder)
     data = path.read_bytes()
     path.write_bytes(data[:2000])
-    for read in (lambda: loader.RowDataset(folder, "train", skip), lambda: all_rows(opened)):
-        with pytest.raises(UserError, match=f"{path} has 2000 bytes.* truncated"):
-            read()
+    with pytest.raises(UserError, match=f"{path} has 2000 bytes.* truncated"):
+        loader.RowDataset(folder, "train", skip)
+    with pytest.raises(UserError, match=f"{path} has 0 readable rows"):
+        all_rows(opened)
     path.unlink()
-    with pytest.raises(UserError, match=f"cannot read the shard {path}: it does not exist"):
+    with pytest.raises(UserError, match=f"the shard {path} is missing"):
         loader.RowDataset(folder, "train", skip)
 
 
@@ -209,5 +210,5 @@ def test_manifest_with_too_many_rows_is_rejected(folder):
         holder["rows"] = 10**12
     (folder / "manifest.json").write_text(json.dumps(manifest))
     opened = loader.RowDataset(folder, "train", pytest.fail)
-    with pytest.raises(UserError, match="its manifest says 1000000000000"):
+    with pytest.raises(UserError, match="manifest says 1000000000000"):
         opened.read([0])

@@ -63,7 +63,7 @@ class RowDataset:
         self._shards: tuple[Shard, ...] = getattr(self.manifest, split).shards
         self._format: RowFormat = self.manifest.format
         self._starts = np.cumsum([0] + [shard.rows for shard in self._shards])
-        self._check_sizes(self._shards)
+        self._check_sizes()
         self._folder = pathlib.Path(folder)
         if self._url:
             self._cache = ShardCache(self._url, self.manifest.digest)
@@ -82,43 +82,40 @@ class RowDataset:
         """Whether all shards are on this machine."""
         return all((self._folder / shard.name).exists() for shard in self._shards)
 
-    def _check_sizes(self, shards: Sequence[Shard]) -> None:
-        remote = storage.listing(self._url) if self._url else {}
-        for shard in shards:
+    def _check_sizes(self) -> None:
+        if self._url:
+            sizes = {name: stat.size for name, stat in storage.listing(self._url).items()}
+        else:
+            with (
+                files.one_line_errors(f"cannot read {self._name}"),
+                os.scandir(self._name) as entries,
+            ):
+                sizes = {entry.name: entry.stat().st_size for entry in entries}
+        for shard in self._shards:
             path = f"{self._name}/{shard.name}"
-            if not self._url:
-                # Opening fails if too many files are open, not only if the shard is damaged.
-                with (
-                    files.one_line_errors(f"cannot read the shard {path}"),
-                    open(path, "rb") as file,
-                ):
-                    size = os.fstat(file.fileno()).st_size
-            elif shard.name in remote:
-                size = remote[shard.name].size
-            else:
-                raise UserError(f"the shard {path} is missing; upload it again")
-            if size != shard.bytes:
+            if shard.name not in sizes:
+                raise UserError(f"the shard {path} is missing; copy or prepare the rows again")
+            if sizes[shard.name] != shard.bytes:
                 raise UserError(
-                    f"the shard {path} has {size} bytes, but its manifest says {shard.bytes}: "
-                    "it is truncated or altered; prepare the rows again"
+                    f"the shard {path} has {sizes[shard.name]} bytes, but its manifest says "
+                    f"{shard.bytes}: it is truncated or altered; prepare the rows again"
                 )
 
     def _open(self, number: int) -> Any:
         from array_record.python.array_record_module import ArrayRecordReader
 
-        shard = self._shards[number]
-        try:
-            reader = ArrayRecordReader(
-                str(self._paths[number]), _READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
-            )
-            rows = reader.num_records()
-        except (RuntimeError, ValueError):
-            rows = 0
+        shard, path = self._shards[number], self._paths[number]
+        reader = ArrayRecordReader(
+            str(path), _READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+        )
+        rows = reader.num_records()  # 0 if the file cannot be read
         if rows != shard.rows:
-            self._check_sizes([shard])
+            name = f"the shard {self._name}/{shard.name}"
+            with files.one_line_errors(f"cannot read {name}"):
+                open(path, "rb").close()  # fails if too many files are open
             raise UserError(
-                f"the shard {self._name}/{shard.name} has {rows} readable rows, but its manifest says "
-                f"{shard.rows}: it is damaged; prepare the rows again"
+                f"{name} has {rows} readable rows, but its manifest says {shard.rows}: it is damaged; "
+                "prepare the rows again"
             )
         return reader
 
@@ -189,8 +186,6 @@ class RowDataset:
         try:
             return self._decode(self._open(number).read([record]))
         except (RuntimeError, ValueError) as error:
-            if not self._url:
-                self._check_sizes([shard])
             reason = str(error).split(";")[0]
             damaged = (
                 f"record {record} of the shard {self._name}/{shard.name} is damaged ({reason})"
