@@ -30,7 +30,9 @@ def options(arguments: Sequence[str]) -> Any:
     logger = logging.getLogger(PipelineOptions.__module__)
     stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr), _silent(logger):
+        with contextlib.redirect_stderr(stderr), contextlib.ExitStack() as stack:
+            stack.callback(setattr, logger, "disabled", logger.disabled)
+            logger.disabled = True
             known = parsed.get_all_options()
             unknown = set(parsed.get_all_options(retain_unknown_options=True)) - set(known)
             runner = parsed.view_as(StandardOptions).runner or StandardOptions.DEFAULT_RUNNER
@@ -43,15 +45,6 @@ def options(arguments: Sequence[str]) -> Any:
         hint = did_you_mean(name, known)
         raise UserError(f"Apache Beam: {runner} has no option {name}{hint}")
     return parsed
-
-
-@contextlib.contextmanager
-def _silent(logger: logging.Logger) -> Iterator[None]:
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
 
 
 class Pipelines:
