@@ -76,7 +76,7 @@ def test_new_embeddings_are_the_mean_of_their_pieces(run, tmp_path, capsys):
 
 def reference_merges(vocabulary, words, count):
     """Merge the most frequent pair `count` times, recounting all pairs each time."""
-    splits = {word: new_pieces.split(word, vocabulary) for word in words}
+    splits = {word: vocabulary.split(word) for word in words}
     new = []
     for _ in range(count):
         pairs = collections.Counter()

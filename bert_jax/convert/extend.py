@@ -11,7 +11,6 @@ from bert_jax import storage
 from bert_jax.config.schema import Config
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.source import Imported
-from bert_jax.data import new_pieces
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten, unflatten
@@ -44,10 +43,7 @@ def extend_vocabulary(
     tokens = list(choose(vocabulary))
     if not tokens:
         raise UserError(f"{source}: its vocabulary has all of these words already")
-    pieces = [
-        [vocabulary.index[piece] for piece in new_pieces.split(token, vocabulary)]
-        for token in tokens
-    ]
+    pieces = [[vocabulary.index[piece] for piece in vocabulary.split(token)] for token in tokens]
     extended = dataclasses.replace(vocabulary, tokens=(*vocabulary.tokens, *tokens))
     model = dataclasses.replace(config.model, vocab_size=len(extended))
 

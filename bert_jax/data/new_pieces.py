@@ -16,23 +16,6 @@ from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
 
-def split(token: str, vocabulary: Vocabulary) -> list[str]:
-    """Split a word, or the part of a word after "##", into word pieces by longest match.
-
-    Returns ["[UNK]"] if a part of the word matches no piece.
-    """
-    prefix = CONTINUATION if token.startswith(CONTINUATION) else ""
-    text, pieces = token.removeprefix(prefix), []
-    while text:
-        ends = range(len(text), 0, -1)
-        end = next((end for end in ends if prefix + text[:end] in vocabulary.index), 0)
-        if not end:
-            return ["[UNK]"]
-        pieces.append(prefix + text[:end])
-        text, prefix = text[end:], CONTINUATION
-    return pieces
-
-
 @storage.with_local_inputs("path")
 def of_file(vocabulary: Vocabulary, path: str | os.PathLike) -> list[str]:
     """Return the words of a text file that a vocabulary lacks, normalized as it normalizes text.
@@ -89,7 +72,7 @@ def merge(
     splits: list[list[str]] = []
     numbers: list[int] = []
     for word, number in sorted(words.items()):
-        pieces = split(word, vocabulary)
+        pieces = vocabulary.split(word)
         if len(pieces) > 1 and len(word) <= MAX_WORD_CHARACTERS:
             splits.append(pieces)
             numbers.append(number)

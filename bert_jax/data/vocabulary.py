@@ -268,6 +268,13 @@ class Vocabulary:
             texts = [text.replace(_MASK, self.special[4]) for text in texts]
         return tokenizer.encode(texts[0], None if text_b is None else texts[1]).ids
 
+    def split(self, token: str) -> list[str]:
+        """Split a word, or the part of a word after "##", into word pieces by longest match.
+
+        Returns ["[UNK]"] if a part of the word matches no piece.
+        """
+        return [piece.value for piece in self._tokenizer.model.tokenize(token)]
+
     def encode_all(self, texts: Sequence[str]) -> list[Encoded]:
         """Return ids, without special tokens, and character spans of each text, without spaces."""
         encoded = []
