@@ -144,25 +144,24 @@ def read_wordpiece(text: str) -> tuple[Vocabulary, list[str]]:
     steps = normalizer.get("normalizers") or []
     is_lowercased = [step.get("type") for step in steps] == ["Lowercase", "BertNormalizer"]
     normalizer = steps[1] if is_lowercased else normalizer
-    if (kind := _model_type(model)) != "WordPiece":
-        raise ValueError(f"its model is {kind}, not WordPiece")
-    if normalizer.get("type") != "BertNormalizer":
-        raise ValueError(f"its normalizer is {normalizer.get('type')}, not BertNormalizer")
-    if (file.get("pre_tokenizer") or {}).get("type") != "BertPreTokenizer":
-        raise ValueError("its pre_tokenizer is not BertPreTokenizer")
-    for name, expected in {
+    in_model = {
         "continuing_subword_prefix": CONTINUATION,
         "max_input_chars_per_word": MAX_WORD_CHARACTERS,
         "unk_token": SPECIAL[1],
-    }.items():
-        if model.get(name, expected) != expected:
-            raise ValueError(f"its {name} is {model[name]!r}, not {expected!r}")
-    if not normalizer.get("clean_text", True):
-        raise ValueError("its clean_text is off")
+    }
+    settings = {
+        "model": (_model_type(model), "WordPiece"),
+        "normalizer": (normalizer.get("type"), "BertNormalizer"),
+        "clean_text": (bool(normalizer.get("clean_text", True)), True),
+        "pre_tokenizer": ((file.get("pre_tokenizer") or {}).get("type"), "BertPreTokenizer"),
+        **{name: (model.get(name, expected), expected) for name, expected in in_model.items()},
+    }
+    for name, (value, expected) in settings.items():
+        if value != expected:
+            raise ValueError(f"its {name} is {value!r}, not {expected!r}")
     ids = dict(model["vocab"])
-    added = [token["content"] for token in file.get("added_tokens") or []]
-    for token in file.get("added_tokens") or []:
-        ids.setdefault(token["content"], token["id"])
+    added = {token["content"]: token["id"] for token in file.get("added_tokens") or []}
+    ids = added | ids
     tokens = sorted(ids, key=ids.__getitem__)
     if [ids[token] for token in tokens] != list(range(len(tokens))):
         raise ValueError("its ids are not consecutive from 0")
