@@ -65,7 +65,7 @@ def pages(
     # Use Expat rather than a tree builder to hold one page at a time and know line numbers.
     parser = expat.ParserCreate(namespace_separator=" ")
     parser.buffer_text = True
-    pages: list[tuple[int, str]] = []
+    finished: list[tuple[int, str]] = []
     fields: dict[str, list[str]] = {}
     open_elements: list[str] = []
     start = size = 0
@@ -97,7 +97,7 @@ def pages(
         article = "".join(fields.get("ns", "0")).strip() in ("", "0")
         text = "".join(fields.get("text", ""))
         if article and "redirect" not in fields and text.strip():
-            pages.append((start, text))
+            finished.append((start, text))
 
     def end(name):
         open_elements.pop()
@@ -122,8 +122,8 @@ def pages(
                     f"{path}:{parser.CurrentLineNumber}: a tag longer than {_XML_TAG_BYTES:,} "
                     "bytes, which MediaWiki dumps do not have; remove it"
                 )
-            yield from pages
-            pages.clear()
+            yield from finished
+            finished.clear()
         parser.Parse(b"", True)
     except expat.ExpatError as error:
         raise UserError(

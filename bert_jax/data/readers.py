@@ -92,15 +92,15 @@ class Reader:
                     "google": self._sentences,
                     "paragraphs": self._sentences,
                     "wikitext": self._wikitext,
-                    "books": self._books,
+                    "books": self._book,
                     "wikiextractor": self._wikiextractor,
                     "wikiextractor-json": self._json,
                     "jsonl": self._json,
                     "mediawiki": self._mediawiki,
                 }[kind]
                 documents = read(path, stream)
-                if read in (self._sentences, self._wikitext, self._wikiextractor):
-                    documents = self._joined(path, documents)
+                if kind not in ("wikiextractor-json", "jsonl", "mediawiki"):
+                    documents = self._joined(path, documents, kind)
                 any_text = False
                 for line, text in documents:
                     any_text = True
@@ -156,21 +156,29 @@ class Reader:
             offset += len(data)
 
     def _joined(
-        self, path: pathlib.Path, lines: Iterable[tuple[int, str | None]]
+        self, path: pathlib.Path, lines: Iterable[tuple[int, str | None]], kind: str
     ) -> Iterator[tuple[int, str]]:
-        """Join lines to documents, which None ends; one that is too long is split."""
+        """Join lines to documents, which None ends; one that is too long is split.
+
+        A part of a book ends before the line that would be too much, others after it.
+        """
         document: list[str] = []
         size = start = 0
         for number, line in itertools.chain(lines, [(0, None)]):
-            if document and (line is None or size > DOCUMENT_CHARACTERS):
+            ahead = len(line) if line is not None and kind == "books" else 0
+            if document and (line is None or size + ahead > DOCUMENT_CHARACTERS):
                 if line is not None:
                     self._warn(path, start, *LONG_DOCUMENT)
-                yield start, "\n".join(document)
+                if any(map(str.strip, document)):
+                    yield start, "\n".join(document)
                 document, size = [], 0
             if line is not None:
                 start = start if document else number
                 document.append(line)
                 size += len(line) + 1
+
+    def _book(self, path, stream) -> Iterator[tuple[int, str | None]]:
+        yield from self._lines(path, stream, DOCUMENT_CHARACTERS)
 
     def _sentences(self, path, stream) -> Iterator[tuple[int, str | None]]:
         for number, line in self._lines(path, stream, DOCUMENT_CHARACTERS):
@@ -202,19 +210,6 @@ class Reader:
                 yield start, line
         if inside and not is_empty:
             self._warn(path, start, "the last article has no </doc>", "kept the text so far")
-
-    def _books(self, path, stream) -> Iterator[tuple[int, str]]:
-        lines: list[str] = []
-        size, start = 0, 1
-        for number, line in self._lines(path, stream, DOCUMENT_CHARACTERS):
-            if size + len(line) > DOCUMENT_CHARACTERS and lines:
-                self._warn(path, start, *LONG_DOCUMENT)
-                yield start, "\n".join(lines)
-                lines, size, start = [], 0, number
-            lines.append(line)
-            size += len(line) + 1
-        if any(line.strip() for line in lines):
-            yield start, "\n".join(lines)
 
     def _json(self, path, stream) -> Iterator[tuple[int, str]]:
         for number, line in self._lines(path, stream, _JSON_BYTES):
