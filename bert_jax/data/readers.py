@@ -98,7 +98,7 @@ class Reader:
                     "jsonl": self._json,
                     "mediawiki": self._mediawiki,
                 }[kind]
-                documents = read(path, stream)
+                documents: Iterator[tuple[int, Any]] = read(path, stream)
                 if kind not in ("wikiextractor-json", "jsonl", "mediawiki"):
                     documents = self._joined(path, documents, kind)
                 any_text = False

@@ -234,10 +234,10 @@ def _byte_level(contents: Mapping[str, bytes]) -> bytes:
 
     ids = json.loads(contents["vocab.json"])
     lines = contents["merges.txt"].decode().splitlines()
-    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     settings = json.loads(contents.get(CONFIG, b"{}"))
     add_space = bool(settings.get("add_prefix_space", False))
-    tokenizer = implementations.ByteLevelBPETokenizer(ids, merges, add_space)
+    tokenizer = implementations.ByteLevelBPETokenizer(ids, [(a, b) for a, b in pairs], add_space)
     tokenizer.post_processor = processors.RobertaProcessing(
         ("</s>", ids["</s>"]), ("<s>", ids["<s>"]), add_prefix_space=add_space
     )
