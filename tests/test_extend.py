@@ -10,7 +10,7 @@ import transformers
 
 from bert_jax import cli
 from bert_jax.convert.export import export
-from bert_jax.data import new_pieces, wordpiece
+from bert_jax.data import wordpiece
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.model.bert import flatten
 from bert_jax.runs import checkpoint
@@ -86,7 +86,7 @@ def reference_merges(vocabulary, words, count):
         pair = min(pairs, key=lambda pair: (-pairs[pair], pair))
         new.append(pair[0] + pair[1].removeprefix("##"))
         for word, pieces in splits.items():
-            splits[word] = new_pieces._joined(pieces, pair, new[-1])
+            splits[word] = wordpiece._joined(pieces, pair, new[-1])
     used = collections.Counter(
         piece for word, pieces in splits.items() for piece in pieces for _ in range(words[word])
     )
@@ -103,15 +103,15 @@ def test_corpus_pieces_equal_a_naive_pair_merge(tmp_path, capsys):
     for i in range(60):
         word = "".join(rng.choice(list(letters), rng.integers(2, 8), p=np.arange(1, 17) / 136))
         words[word] += 100 // (i + 1) + 1
-    merged = [new_pieces.merge(vocabulary, words, count, 2) for count in (1, 10, 40)]
+    merged = [wordpiece.merge(vocabulary, words, count, 2) for count in (1, 10, 40)]
     for chosen in merged:
         references = (reference_merges(vocabulary, words, n) for n in range(len(chosen), 200))
         assert chosen == next(new for new in references if len(new) >= len(chosen))
     assert list(map(len, merged)) == [1, 10, 40]
     text = "\n".join(f"{word.upper()}." for word in words.elements())
     (tmp_path / "text.txt").write_text(text)
-    assert new_pieces.of_corpus(vocabulary, [f"{tmp_path}/text.txt"], 10) == merged[1]
-    for piece in new_pieces.merge(vocabulary, words, 10_000, 2):
+    assert wordpiece.new_pieces(vocabulary, [f"{tmp_path}/text.txt"], 10) == merged[1]
+    for piece in wordpiece.merge(vocabulary, words, 10_000, 2):
         inner = piece.removeprefix("##")
         assert any(
             inner in word[1:] if inner != piece else word.startswith(piece) for word in words
@@ -122,5 +122,5 @@ def test_corpus_pieces_equal_a_naive_pair_merge(tmp_path, capsys):
 def test_words_that_the_tokenizer_reads_as_unknown_give_no_pieces(length, is_used):
     vocabulary = Vocabulary((*WORDS[:5], "a", "##a"), lowercase=True)
     words = collections.Counter({"a" * length: 9})
-    assert bool(new_pieces.merge(vocabulary, words, 1, 2)) == is_used
+    assert bool(wordpiece.merge(vocabulary, words, 1, 2)) == is_used
     assert bool(wordpiece._train_pieces(words, 99, 2)) == is_used  # of a new vocabulary

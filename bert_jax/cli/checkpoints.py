@@ -88,12 +88,12 @@ def _extend_vocab(options) -> None:
 
     from bert_jax.convert import source
     from bert_jax.convert.extend import extend_vocabulary
-    from bert_jax.data import new_pieces
+    from bert_jax.data import wordpiece
 
     def choose(vocabulary):
         if options.add:
-            return new_pieces.of_file(vocabulary, options.add)
-        return new_pieces.of_corpus(
+            return wordpiece.new_words(vocabulary, options.add)
+        return wordpiece.new_pieces(
             vocabulary, options.sources, options.count, options.min_frequency
         )
 
