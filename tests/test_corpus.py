@@ -171,7 +171,7 @@ def test_reads_every_kind(tmp_path, kind, compression):
         assert [split_sentences(d) for d in documents] == expected
         assert {d.kind for d in documents} == {kind}
         assert report.bytes_read == len(data) == report.sources[0]["bytes"]
-        assert report.documents == len(expected)
+        assert report.sources[0]["documents"] == len(expected)
         assert report.warnings == ()
 
 
@@ -217,7 +217,7 @@ def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
     assert {d.text for d in documents} == {f"Numéro {i}. Hello." for i in range(300)}
     assert [d.line for d in documents] == list(range(1, 301))
     assert len(split_sentences(documents[0])) == 2
-    assert report.documents == 300
+    assert report.sources[0]["documents"] == 300
     assert corpus.total_bytes([corpus.parse_source("tfds:tiny")]) is None
     assert_read_fails("tfds:nothing_of_that_name/en", "nothing_of_that_name.*TFDS_DATA_DIR")
     assert "tensorflow" not in sys.modules

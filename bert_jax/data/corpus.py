@@ -24,6 +24,11 @@ from bert_jax.errors import UserError, did_you_mean, with_user_paths
 from bert_jax.storage.files import one_line_errors
 
 _MAX_WEIGHT = 1000
+# Of a document; a warning if most documents of a source are like this.
+_SINGLE = (
+    "a blank line follows a single line, so most documents have one sentence",
+    "their next sentences will be random; put blank lines between documents only",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,38 +56,28 @@ class Report:
 
     Attributes:
         bytes_read: bytes read from files, as stored on disk (compressed).
-        documents: number of documents read and kept.
         sources: spec, kinds, files, bytes and documents of each source.
     """
 
     bytes_read: int = 0
-    documents: int = 0
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _problems: dict[tuple[str, str], list[Any]] = dataclasses.field(default_factory=dict)
-    # Of the last source: documents, those with a single sentence, and the location of the first.
-    _read: int = 0
-    _singles: int = 0
-    _single: str = ""
+    _read: int = 0  # documents of the last source, whether kept or not
 
     def begin(self, source: Source) -> None:
         """Begin a source; what follows belongs to it, until `end`."""
         entry = {"spec": source.spec, "kinds": [], "files": len(source.files), "bytes": 0}
         self.sources.append({**entry, "documents": 0})
-        self._read, self._singles, self._single = 0, 0, ""
+        self._read = 0
 
     def end(self) -> None:
         """End the current source."""
         spec = self.sources[-1]["spec"]
         if not self._read:
             raise UserError(f"source {spec!r} contains no text; check its files")
-        if self._singles > 1 and self._singles > 0.5 * self._read:
-            self.warn(
-                spec,
-                "a blank line follows a single line, so most documents have one sentence",
-                "their next sentences will be random; put blank lines between documents only",
-                self._single,
-                self._singles,
-            )
+        _, singles, _ = self._problems.get((spec, _SINGLE[0]), ("", 0, ""))
+        if singles < 2 or singles <= 0.5 * self._read:
+            self._problems.pop((spec, _SINGLE[0]), None)
 
     def add(self, part: "Report") -> None:
         """Add the report on the current source's next files, read by another process."""
@@ -91,10 +86,7 @@ class Report:
         entry["bytes"] += part_entry["bytes"]
         entry["documents"] += part_entry["documents"]
         self.bytes_read += part.bytes_read
-        self.documents += part.documents
         self._read += part._read
-        self._singles += part._singles
-        self._single = self._single or part._single
         for (source, problem), (where, count, consequence) in part._problems.items():
             self.warn(source, problem, consequence, where, count)
 
@@ -231,11 +223,9 @@ def read_files(
         entry["bytes"] = report.bytes_read - before
         report._read += 1
         if document.kind == "google" and "\n" not in document.text:
-            report._single = report._single or f"{document.file}:{document.line}"
-            report._singles += 1
+            report.warn(source.spec, *_SINGLE, f"{document.file}:{document.line}")
         copies = int(whole_copies) + (fraction > 0 and _uniform_hash(document.text) < fraction)
         if copies:
-            report.documents += 1
             entry["documents"] += 1
             yield document._replace(copies=copies)
     entry["bytes"] = report.bytes_read - before
