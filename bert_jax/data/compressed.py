@@ -7,7 +7,7 @@ import io
 import lzma
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from bert_jax import storage
@@ -76,11 +76,22 @@ def damage_errors(path: pathlib.Path) -> Iterator[None]:
             raise
 
 
-@contextlib.contextmanager
-def open_parquet(
-    path: pathlib.Path, texts: Iterable[str], others: Iterable[str] = ()
+def parquet_batches(
+    path: pathlib.Path,
+    texts: Sequence[str],
+    others: Sequence[str] = (),
+    optional: Sequence[str] = (),
+    count: Callable[[int], None] | None = None,
 ) -> Iterator[Any]:
-    """Open a Parquet file that has the columns `texts`, of strings, and `others`, of any type."""
+    """Yield the record batches of a Parquet file.
+
+    Args:
+        path: path of the file.
+        texts: columns of strings that it must have.
+        others: columns of any type that it must have.
+        optional: columns that are read if present.
+        count: called with each batch's share of the size of the file.
+    """
     import pyarrow
     from pyarrow import parquet
 
@@ -102,7 +113,14 @@ def open_parquet(
                     raise UserError(
                         f"{path}: the column {name!r} has type {kind}; convert it to strings"
                     )
-            yield table
+            requested, rows = {*texts, *others, *optional}, 0
+            columns = [name for name in schema.names if name in requested]
+            size, total = storage.stat(path)[0], max(table.metadata.num_rows, 1)
+            for batch in table.iter_batches(256, columns=columns, use_threads=False):
+                before, rows = rows, rows + batch.num_rows
+                if count is not None:
+                    count(size * rows // total - size * before // total)
+                yield batch
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: not a complete Parquet file ({str(error).splitlines()[0][:200]}); copy or "

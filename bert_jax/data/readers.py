@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bert_jax import storage
 from bert_jax.data import mediawiki
-from bert_jax.data.compressed import damage_errors, decompressed, open_parquet
+from bert_jax.data.compressed import damage_errors, decompressed, parquet_batches
 from bert_jax.data.formats import (
     WIKITEXT_HEADING,
     check_is_text,
@@ -245,25 +244,17 @@ class Reader:
         return mediawiki.pages(path, stream, DOCUMENT_CHARACTERS, warn)
 
     def _parquet(self, path: pathlib.Path) -> Iterator[tuple[int, str]]:
-        with open_parquet(path, ["text"]) as table:
-            size, rows = storage.stat(path)[0], table.metadata.num_rows
-            number = counted_bytes = 0
-            for batch in table.iter_batches(256, columns=["text"], use_threads=False):
-                for text in batch.column(0).cast("large_string"):
-                    number += 1
-                    # Parquet readers do not check that strings are UTF-8.
-                    text = (
-                        text.as_buffer().to_pybytes().decode(errors="replace")
-                        if text.is_valid
-                        else ""
-                    )
-                    if text.strip():
-                        yield number, text
-                    else:
-                        self._warn(path, number, *_EMPTY_TEXT)
-                bytes_so_far = size * number // max(rows, number)
-                self._count(bytes_so_far - counted_bytes)
-                counted_bytes = bytes_so_far
+        number = 0
+        for batch in parquet_batches(path, ["text"], count=self._count):
+            for text in batch.column(0).cast("large_string"):
+                number += 1
+                # Parquet readers do not check that strings are UTF-8.
+                data = text.as_buffer().to_pybytes() if text.is_valid else b""
+                text = data.decode(errors="replace")
+                if text.strip():
+                    yield number, text
+                else:
+                    self._warn(path, number, *_EMPTY_TEXT)
 
     def tfds(self, name: str) -> Iterator[RawDocument]:
         """Stream the documents of a corpus of TensorFlow Datasets."""

@@ -207,30 +207,23 @@ def _parquet(
     optional: Sequence[str],
     count: Callable[[int], None] | None,
 ) -> Iterator[Record]:
-    with compressed.open_parquet(path, texts, others) as table:
-        requested = {*texts, *others, *optional}
-        columns = [name for name in table.schema_arrow.names if name in requested]
-        size, number, counted_bytes = path.stat().st_size, 0, 0
-        for batch in table.iter_batches(256, columns=columns, use_threads=False):
-            for i in range(batch.num_rows):
-                number += 1
-                where, fields = f"{path}: row {number}", {}
-                for name in columns:
-                    try:
-                        fields[name] = batch.column(name)[i].as_py()
-                    except UnicodeDecodeError:  # Parquet readers do not check strings
-                        raise UserError(
-                            f"{where}: {name!r} is not UTF-8; correct or remove that row"
-                        ) from None
-                    except (ValueError, OverflowError) as error:  # such as a date after 9999
-                        raise UserError(
-                            f"{where}: cannot read {name!r} ({error}); correct or remove that row"
-                        ) from None
-                if count is not None:
-                    bytes_so_far = size * number // max(table.metadata.num_rows, number)
-                    count(bytes_so_far - counted_bytes)
-                    counted_bytes = bytes_so_far
-                yield Record(where, fields)
+    number = 0
+    for batch in compressed.parquet_batches(path, texts, others, optional, count):
+        for i in range(batch.num_rows):
+            number += 1
+            where, fields = f"{path}: row {number}", {}
+            for name in batch.schema.names:
+                try:
+                    fields[name] = batch.column(name)[i].as_py()
+                except UnicodeDecodeError:  # Parquet readers do not check strings
+                    raise UserError(
+                        f"{where}: {name!r} is not UTF-8; correct or remove that row"
+                    ) from None
+                except (ValueError, OverflowError) as error:  # such as a date after 9999
+                    raise UserError(
+                        f"{where}: cannot read {name!r} ({error}); correct or remove that row"
+                    ) from None
+            yield Record(where, fields)
 
 
 def _checked(
