@@ -1,5 +1,6 @@
 """Kinds of text files and their detection."""
 
+import codecs
 import itertools
 import pathlib
 import re
@@ -43,12 +44,10 @@ _HEAD_BYTES = 1 << 16
 
 def incomplete_end(data: bytes) -> int:
     """Return the start of an incomplete last UTF-8 character, or the length if it is complete."""
-    for back in range(1, min(4, len(data)) + 1):
-        lead = data[-back]
-        if lead & 0xC0 != 0x80:  # not a continuation byte
-            width = 1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-            return len(data) - back if width > back else len(data)
-    return len(data)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[-4:])
+    incomplete, _ = decoder.getstate()
+    return len(data) - len(incomplete)
 
 
 def check_is_text(path: pathlib.Path, head: bytes) -> None:
