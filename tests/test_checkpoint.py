@@ -24,7 +24,7 @@ from bert_jax import cli
 from bert_jax import train as loop
 from bert_jax.config.schema import CheckpointConfig
 from bert_jax.errors import UserError
-from bert_jax.runs import checkpoint, workdir
+from bert_jax.runs import checkpoint, manifests, workdir
 from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
@@ -104,7 +104,7 @@ def assert_whole_run(folder, run):
     kept = steps(folder / "checkpoints")
     assert kept == steps(run / "checkpoints") == [2, 4, 6]
     for number in kept:
-        assert checkpoint.find_damage(step(folder, number)) is None
+        assert manifests.find_damage(step(folder, number)) is None
     assert checkpoint.load_model(folder)[3] == checkpoint.load_model(run)[3]
 
 
@@ -139,14 +139,14 @@ def test_damage_to_any_file_is_detected(copy):
     for path, harm in itertools.product(paths, DAMAGES):
         content, name = path.read_bytes(), path.relative_to(folder).as_posix()
         harm(path)
-        assert checkpoint.find_damage(folder).startswith(f"{name} "), harm
+        assert manifests.find_damage(folder).startswith(f"{name} "), harm
         item = name.split("/")[0]
         for items in ([checkpoint.PARAMS], [checkpoint.METRICS], []):
             concerns = "/" not in name or item in items
-            assert bool(checkpoint.find_damage(folder, items)) == concerns
+            assert bool(manifests.find_damage(folder, items)) == concerns
         path.write_bytes(content)
     (folder / "params" / "new").touch()
-    assert checkpoint.find_damage(folder) == "params/new is not in manifest.json"
+    assert manifests.find_damage(folder) == "params/new is not in manifest.json"
 
 
 def test_several_damaged_checkpoints_and_repeated_damage(run, copy, capfd):
@@ -169,10 +169,10 @@ def test_several_damaged_checkpoints_and_repeated_damage(run, copy, capfd):
 
 def resign(folder, **changes):
     """Change a manifest and update its checksum."""
-    path = folder / checkpoint.MANIFEST
+    path = folder / manifests.MANIFEST
     content = json.loads(path.read_text()) | changes
     del content["sha256"]
-    path.write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
+    path.write_text(json.dumps({"sha256": manifests._digest(content), **content}))
 
 
 def test_checkpoint_of_another_step_or_run_is_rejected(run, copy, capfd):
@@ -186,7 +186,7 @@ def test_checkpoint_of_another_step_or_run_is_rejected(run, copy, capfd):
     assert output[0].endswith("resuming from step 4")
     assert_whole_run(copy, whole)
     for key, text in (("run", "another run"), ("vocabulary", "another vocabulary")):
-        manifest = json.loads((step(copy) / checkpoint.MANIFEST).read_text())
+        manifest = json.loads((step(copy) / manifests.MANIFEST).read_text())
         assert manifest[key] == workdir.read_identity(copy)[key] != ""
         resign(step(copy), **{key: "0123456789abcdef"})
         with pytest.raises(UserError, match=text):
@@ -194,7 +194,7 @@ def test_checkpoint_of_another_step_or_run_is_rejected(run, copy, capfd):
         go_on(copy)
         assert text in capfd.readouterr().err
         assert_whole_run(copy, whole)
-    files = json.loads((step(copy) / checkpoint.MANIFEST).read_text())["files"]
+    files = json.loads((step(copy) / manifests.MANIFEST).read_text())["files"]
     files["params/_METADATA"][1] = "0" * 64  # as version 0.1
     resign(step(copy), files=files)
     with pytest.raises(UserError, match="another version"):
@@ -412,11 +412,11 @@ def test_removed_checkpoints_stay_intact_until_deleted(tmp_path):
         assert steps(tmp_path) == [number]
         for gone in steps(tmp_path / "removed") if number > 1 else []:
             assert gone == number - 1
-            assert checkpoint.find_damage(tmp_path / "removed" / str(gone)) is None
+            assert manifests.find_damage(tmp_path / "removed" / str(gone)) is None
     checkpoints.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "saved"]
-    checkpoint.seal(tmp_path / "3", {"step": 3})  # sealing is idempotent
-    assert checkpoint.find_damage(tmp_path / "3") is None
+    manifests.seal(tmp_path / "3", {"step": 3})  # sealing is idempotent
+    assert manifests.find_damage(tmp_path / "3") is None
 
 
 def test_failed_save_keeps_other_checkpoints(tmp_path, monkeypatch):
@@ -427,13 +427,13 @@ def test_failed_save_keeps_other_checkpoints(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         full = OSError(errno.ENOSPC, "No space left on device")
-        patched.setattr(checkpoint, "seal", mock.Mock(side_effect=full))
+        patched.setattr(manifests, "seal", mock.Mock(side_effect=full))
         save(checkpoints, 2)
         with pytest.raises(UserError, match="the disk is full"):
             checkpoints.wait()
     again = Checkpoints(tmp_path, config)
     assert again.steps() == [1]
-    assert checkpoint.find_damage(tmp_path / "1") is None
+    assert manifests.find_damage(tmp_path / "1") is None
     save(again, 2)
     again.close()
     assert steps(tmp_path) == [2]
@@ -441,7 +441,7 @@ def test_failed_save_keeps_other_checkpoints(tmp_path, monkeypatch):
 
 
 def test_saves_slower_than_their_interval_do_not_overlap(tmp_path, monkeypatch):
-    busy, seal = threading.Lock(), checkpoint.seal
+    busy, seal = threading.Lock(), manifests.seal
 
     def slow(folder, facts):
         assert busy.acquire(blocking=False), "two saves at a time"
@@ -449,14 +449,14 @@ def test_saves_slower_than_their_interval_do_not_overlap(tmp_path, monkeypatch):
         seal(folder, facts)
         busy.release()
 
-    monkeypatch.setattr(checkpoint, "seal", slow)
+    monkeypatch.setattr(manifests, "seal", slow)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=9))
     for number in range(1, 6):
         save(checkpoints, number)
     checkpoints.wait()
     assert checkpoints.steps() == [1, 2, 3, 4, 5]
     for number in checkpoints.steps():
-        assert checkpoint.find_damage(tmp_path / str(number)) is None
+        assert manifests.find_damage(tmp_path / str(number)) is None
         result = checkpoints.restore_params(number, jax.eval_shape(lambda: PARAMS))
         jax.tree.map(np.testing.assert_array_equal, result, params_of(number))
     checkpoints.close()
@@ -468,10 +468,10 @@ def test_io_error_is_damage_but_permission_error_is_not(tmp_path, monkeypatch):
     checkpoints.close()
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(files, "crc32c", mock.Mock(side_effect=error))
-    assert "cannot be read" in checkpoint.find_damage(tmp_path / "1")
+    assert "cannot be read" in manifests.find_damage(tmp_path / "1")
     error.errno = errno.EACCES
     with pytest.raises(UserError, match="permission denied"):
-        checkpoint.find_damage(tmp_path / "1")
+        manifests.find_damage(tmp_path / "1")
 
 
 def test_lock_is_released_when_its_owner_is_killed(tmp_path):
@@ -553,7 +553,7 @@ def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):
     kept = steps(tmp_path / "full" / "checkpoints")
     assert kept
     for number in kept:
-        assert checkpoint.find_damage(step(tmp_path / "full", number)) is None
+        assert manifests.find_damage(step(tmp_path / "full", number)) is None
     assert f"resuming at step {kept[-1]} of 40" in output
     assert steps(tmp_path / "done" / "checkpoints") == list(range(2, 41, 2))
     assert f"cannot use the folder {folder}: the file system is read-only" in output[-1]

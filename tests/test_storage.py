@@ -24,7 +24,7 @@ from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import Unavailable, UserError
-from bert_jax.runs import checkpoint, workdir
+from bert_jax.runs import checkpoint, manifests, workdir
 from bert_jax.storage import copies, files
 from bert_jax.storage import lease as lease_lib
 from tests.helpers import processes
@@ -375,7 +375,7 @@ def test_suspended_owner_does_not_write_to_sealed_steps(url, monkeypatch):
         save()
     left = checkpoint.Checkpoints(other, CheckpointConfig(), read_only=True)
     assert left.steps() == [1]
-    assert checkpoint.find_damage(left.folder_of(1)) is None
+    assert manifests.find_damage(left.folder_of(1)) is None
 
 
 # --- Files and folders ----------------------------------------------------------------------------
@@ -607,7 +607,7 @@ def test_damaged_checkpoints_are_set_aside(url, capfd):
         for step in (1, 2, 3, 4):
             written.save(step, {"a": jnp.arange(50.0) + step}, {"b": jnp.ones(3)})
         written.close()
-        assert not [s for s in written.steps() if checkpoint.find_damage(written.folder_of(s))]
+        assert not [s for s in written.steps() if manifests.find_damage(written.folder_of(s))]
         stats = storage.listing(checkpoints)
 
         def largest(step):

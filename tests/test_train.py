@@ -141,8 +141,8 @@ def test_second_signal_exits_at_once_and_keeps_checkpoints(tmp_path, rows):
     slow = command(folder, [rows()], "steps=150", "checkpoint.every_steps=40")
     # From the second save on, a save takes longer than the test waits.
     slow[2] = (
-        "import time; from bert_jax.runs import checkpoint; seal, saves = checkpoint.seal, []; "
-        "checkpoint.seal = lambda *a: (saves.append(time.sleep(600 * len(saves))), seal(*a)); "
+        "import time; from bert_jax.runs import manifests; seal, saves = manifests.seal, []; "
+        "manifests.seal = lambda *a: (saves.append(time.sleep(600 * len(saves))), seal(*a)); "
     ) + slow[2]
     process = processes.Process(slow, env=ONE_DEVICE)
     while not (folder / "checkpoints" / "40").exists():

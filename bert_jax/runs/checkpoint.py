@@ -1,22 +1,14 @@
 """Orbax checkpoints of a run: saved in the background, sealed and committed by a rename.
 
-The folder of a step exists completely or not at all. Its manifest holds the step, the run, and the
-size and checksum of every file. A folder that does not match its manifest is never used. On object
-storage, which has no renames, a step counts when its manifest exists; it is written last, with the
-checksums that the storage computed.
+The folder of a step exists completely or not at all, with a manifest (`bert_jax.runs.manifests`).
 """
 
 import contextlib
-import errno
-import hashlib
-import json
 import os
 import pathlib
-import re
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from concurrent import futures
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import etils.epath
@@ -31,21 +23,15 @@ from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes
 from bert_jax.model.layers import merge_lora
-from bert_jax.runs import workdir
+from bert_jax.runs import manifests, workdir
 from bert_jax.storage import files
 
 # The optimizer state is a separate item, so that fine-tuning and prediction read only parameters.
 PARAMS, TRAINING = "params", "training"
 METRICS = "metrics"  # Orbax's name
-MANIFEST = "manifest.json"
 
 # State is split into files of this size, which are written, flushed and verified in parallel.
 _DATA_FILE_BYTES = 128 << 20
-# Names of steps' folders: STEP, or STEP-TOKEN on object storage, with the token of the lease. A process
-# that was suspended while it saved, and has lost the lease, thus writes to a folder of its own.
-_STEP = re.compile(r"\d+(-\w+)?")
-# Prefixes of the checksums in a manifest: ours, and those of object storage.
-_CHECKSUMS = ("crc32c:", "md5:", "etag:")
 # Steps are renamed into this folder before they are deleted, so a kill leaves no partial step.
 _REMOVED = "removed"
 # Marker file, created with the first step: tells a new run from one that lost its checkpoints.
@@ -54,168 +40,6 @@ _SAVED = "saved"
 _OPENED = "opened"
 # Orbax's marker of a complete item.
 _COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
-
-
-def _stats(folder: pathlib.Path) -> dict[str, storage.Stat]:
-    """Return the files of a step by name, except its manifest; checksums on object storage only."""
-    if url := storage.remote(folder):
-        stats = storage.listing(url)
-    else:
-        stats = {
-            path.relative_to(folder).as_posix(): storage.Stat(path.stat().st_size, "")
-            for path in sorted(folder.rglob("*"))
-            if not path.is_dir()
-        }
-    return {name: stat for name, stat in stats.items() if name != MANIFEST}
-
-
-def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
-    """Write and sync the manifest of a step's folder: facts, size and checksum of every other file.
-
-    Args:
-        folder: folder of the step, perhaps with a temporary name.
-        facts: its `step`, and what `Checkpoints.save` adds.
-    """
-    stats, url = _stats(folder), storage.remote(folder)
-    with futures.ThreadPoolExecutor() as pool:
-        checksums = pool.map(
-            lambda name: stats[name].checksum or f"crc32c:{files.crc32c(folder / name)}", stats
-        )
-        entries = {
-            name: [stat.size, checksum]
-            for (name, stat), checksum in zip(stats.items(), checksums, strict=True)
-        }
-    content = {**facts, "files": entries}
-    manifest = {"sha256": _digest(content), **content}
-    if url:
-        # The metrics, before the checkpoint that depends on them, unless another process has taken over.
-        storage.push(folder)
-        storage.write(f"{url}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
-    else:
-        files.write_json(folder / MANIFEST, manifest)
-        files.sync_tree(folder)
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def read_manifest(folder: pathlib.Path) -> dict[str, Any] | str:
-    """Return the manifest of a step's folder, or a description of what is wrong with it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    try:
-        if url := storage.remote(folder / MANIFEST):
-            if not storage.is_file(url):
-                raise FileNotFoundError(url)
-            manifest = json.loads(storage.read(url))
-        else:
-            manifest = json.loads((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (ValueError, RecursionError):
-        return f"{MANIFEST} is damaged"
-    match manifest:
-        case {"sha256": str() as sha256, **content} if sha256 != _digest(content):
-            return f"{MANIFEST} fails its checksum"
-        case {"sha256": str(), "step": int(), "files": dict() as entries} if all(
-            isinstance(entry, list)
-            and [type(value) for value in entry] == [int, str]
-            and entry[1].startswith(_CHECKSUMS)
-            for entry in entries.values()
-        ):
-            return manifest
-    return f"{MANIFEST} is damaged or of another version of bert_jax"
-
-
-def find_damage(
-    folder: pathlib.Path,
-    items: Collection[str] | None = None,
-    identity: Mapping[str, str] | None = None,
-) -> str | None:
-    """Describe what is wrong with a step's folder; return None if nothing is.
-
-    Args:
-        folder: its folder in `WORKDIR/checkpoints`.
-        items: check only these items and files outside any item; None checks everything.
-        identity: what it must have been saved with (see `workdir.read_identity`).
-    """
-    with files.one_line_errors(f"cannot read {folder}"):
-        manifest = read_manifest(folder)
-        if isinstance(manifest, str):
-            return manifest
-        entries = manifest["files"]
-        if manifest["step"] != _step_of(folder.name):
-            return f"it is a copy of step {manifest['step']}"
-        for name, value in (identity or {}).items():
-            if manifest.get(name) != value:
-                return (
-                    f"it is of a run with another {name}"
-                    if name != "run"
-                    else "it is another run's"
-                )
-        stats = _stats(folder)
-        names = [
-            name
-            for name in sorted(entries.keys() | stats.keys())
-            if items is None or "/" not in name or name.split("/")[0] in items
-        ]
-        for name in names:
-            if name not in stats:
-                return f"{name} is missing"
-            if name not in entries:
-                return f"{name} is not in {MANIFEST}"
-            if stats[name].size != entries[name][0]:
-                return f"{name} has {stats[name].size:,} bytes instead of {entries[name][0]:,}"
-        with futures.ThreadPoolExecutor() as pool:
-            results = pool.map(
-                lambda name: _file_damage(
-                    folder / name, name, entries[name][1], stats[name].checksum
-                ),
-                names,
-            )
-            return next(filter(None, results), None)
-
-
-def _file_damage(path: pathlib.Path, name: str, checksum: str, remote: str) -> str | None:
-    """Verify the checksum of a file; return a description of the damage, or None.
-
-    Args:
-        path: path of the file.
-        name: its name for the message.
-        checksum: checksum in the manifest.
-        remote: checksum that object storage computed, or "". Another kind than the manifest's, as of
-            a run that was copied there, is not verified beyond the size.
-    """
-    kind = checksum.rpartition(":")[0]
-    if remote or kind == "etag":
-        is_same_kind = remote.rpartition(":")[0] == kind
-        return f"{name} fails its checksum" if is_same_kind and remote != checksum else None
-    try:
-        computed = f"{kind}:{files.md5(path) if kind == 'md5' else files.crc32c(path)}"
-    except OSError as error:
-        if error.errno != errno.EIO:  # EIO: bad sectors, which count as damage
-            raise
-        return f"{name} cannot be read ({error.strerror})"
-    return None if computed == checksum else f"{name} fails its checksum"
-
-
-def _committed(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    """Return the folders of the committed steps in `WORKDIR/checkpoints` by step, oldest first."""
-    if url := storage.remote(folder):
-        paths = [pathlib.PurePosixPath(name) for name in storage.listing(url)]
-        names = [str(path.parent) for path in paths if path.name == MANIFEST]
-    else:
-        names = [path.name for path in folder.glob("*")]
-    steps = {_step_of(name): folder / name for name in sorted(names) if _STEP.fullmatch(name)}
-    return dict(sorted(steps.items()))
-
-
-def _step_of(name: str) -> int:
-    """Return the step that a folder of this name holds."""
-    return int(name.partition("-")[0])
 
 
 class _StepNames(ocp.path.step.NameFormat[ocp.path.step.Metadata]):
@@ -228,7 +52,7 @@ class _StepNames(ocp.path.step.NameFormat[ocp.path.step.Metadata]):
         return f"{step}-{self._owner}" if self._owner else str(step)
 
     def find_all(self, base_path: Any) -> Iterator[ocp.path.step.Metadata]:
-        for step, path in _committed(self._folder).items():
+        for step, path in manifests.committed(self._folder).items():
             yield ocp.path.step.Metadata(step=step, path=etils.epath.Path(base_path) / path.name)
 
     def find_step(self, base_path: Any, step: int) -> ocp.path.step.Metadata:
@@ -259,10 +83,10 @@ def move_damaged(folder: pathlib.Path) -> None:
             f"{checkpoints} is a file, not a folder: restore it, or choose another workdir"
         )
     damaged, identity = {}, workdir.read_identity(folder)
-    committed = _committed(checkpoints)
+    committed = manifests.committed(checkpoints)
     for step, path in reversed(committed.items()):
         items = None if newest is None else [METRICS]
-        description = find_damage(path, items, identity)
+        description = manifests.find_damage(path, items, identity)
         if description:
             damaged[step] = description
         elif newest is None:
@@ -283,7 +107,7 @@ def move_damaged(folder: pathlib.Path) -> None:
             flush=True,
         )
     if newest is not None:
-        manifest = read_manifest(committed[newest])
+        manifest = manifests.read_manifest(committed[newest])
         if isinstance(manifest, dict) and "metrics" in manifest:
             workdir.repair_metrics(folder, newest, manifest["metrics"])
 
@@ -317,7 +141,7 @@ class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
         # super().finalize() would write another file and rename before the folder can be sealed.
         self._checkpoint_metadata_store.wait_until_finished()
         step = int(self.get_final().name)
-        seal(pathlib.Path(self.get()), {"step": step, **self.facts.pop(step, {})})
+        manifests.seal(pathlib.Path(self.get()), {"step": step, **self.facts.pop(step, {})})
         os.rename(self.get(), self.get_final())
         checkpoints = pathlib.Path(self.get_final().parent)
         (checkpoints / _SAVED).touch()
@@ -345,15 +169,18 @@ class _SealedRemote(ocp.path.atomicity.CommitFileTemporaryPath):
 
     @classmethod
     def _is_committed(cls, path: Any) -> bool:
-        return any(storage.is_file(f"{os.fspath(path)}/{name}") for name in (MANIFEST, _COMMITTED))
+        return any(
+            storage.is_file(f"{os.fspath(path)}/{name}")
+            for name in (manifests.MANIFEST, _COMMITTED)
+        )
 
     async def finalize(self) -> None:
         if not self._checkpoint_metadata_store:
             return await super().finalize()
         self._checkpoint_metadata_store.wait_until_finished()
         name = self.get_final().name
-        step = _step_of(name)
-        seal(self.folder / name, {"step": step, **self.facts.pop(step, {})})
+        step = manifests.step_of(name)
+        manifests.seal(self.folder / name, {"step": step, **self.facts.pop(step, {})})
         storage.write(f"{storage.remote(self.folder)}/{_SAVED}", b"")
 
 
@@ -468,7 +295,7 @@ class Checkpoints:
 
     def folder_of(self, step: int) -> pathlib.Path:
         """Return the folder of a committed step."""
-        return _committed(self.folder)[step]
+        return manifests.committed(self.folder)[step]
 
     def save(
         self,
@@ -508,7 +335,7 @@ class Checkpoints:
 
     def verify(self, step: int, *items: str) -> None:
         """Check that the files of `items` at a step are intact."""
-        if description := find_damage(self.folder_of(step), items, self._identity):
+        if description := manifests.find_damage(self.folder_of(step), items, self._identity):
             others = ", ".join(str(other) for other in self.steps() if other != step)
             raise UserError(
                 f"the checkpoint of step {step} in {self.folder} is damaged ({description}): "
@@ -595,7 +422,7 @@ def abstract(tree: Any, sharding: Any) -> Any:
 @storage.with_local_inputs("folder")
 def kept_steps(folder: str | pathlib.Path) -> list[int]:
     """Return the steps of the checkpoints in a workdir, oldest first."""
-    return list(_committed(pathlib.Path(folder) / "checkpoints"))
+    return list(manifests.committed(pathlib.Path(folder) / "checkpoints"))
 
 
 @storage.with_local_inputs("folder")

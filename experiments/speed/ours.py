@@ -201,7 +201,7 @@ def restore(size: str) -> Turn:
     del state
 
     def turn():
-        if damage := checkpoint.find_damage(checkpoints.folder / "1"):
+        if damage := manifests.find_damage(checkpoints.folder / "1"):
             raise RuntimeError(damage)
         jax.block_until_ready(state_lib.restore(checkpoints, 1, shapes, 0))
         return {"bytes": size_bytes}

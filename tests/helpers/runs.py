@@ -16,7 +16,7 @@ from bert_jax.config.flags import load
 from bert_jax.config.schema import take_rows
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.objectives import pretraining
-from bert_jax.runs import checkpoint
+from bert_jax.runs import checkpoint, manifests
 from bert_jax.tools import profile
 from tests.helpers import processes
 
@@ -180,7 +180,7 @@ def _training_arrays(folder, step):
     import orbax.checkpoint as ocp
 
     run = epath.Path(folder) if storage.is_remote(folder) else pathlib.Path(folder).absolute()
-    committed = checkpoint._committed(pathlib.Path(storage.local(folder)) / "checkpoints")
+    committed = manifests.committed(pathlib.Path(storage.local(folder)) / "checkpoints")
     path = run / "checkpoints" / committed[step].name / checkpoint.TRAINING
     return jax.tree.leaves(ocp.StandardCheckpointer().restore(path))
 
