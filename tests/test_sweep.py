@@ -359,7 +359,6 @@ def test_dry_run_runs_nothing(make_point, tmp_path, write_sweep_file, capsys):
         (["--search", "3", "--only", "a"], "--search"),
         (["--search", "3", "--dry-run"], "--search"),
         (["--launch=--gpus=8"], "--on"),
-        (["--jobs", "0"], "--jobs 0"),
     ],
 )
 def test_options_without_effect_are_rejected(write_sweep_file, tmp_path, capsys, options, expected):

@@ -10,7 +10,7 @@ import shtab
 
 from bert_jax import storage
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
-from bert_jax.cli.common import Parser, Verbs, complete_paths, paths, split_command
+from bert_jax.cli.common import Parser, Verb, paths, split_command
 from bert_jax.errors import (
     EXIT_INTERRUPTED,
     EXIT_NEGATIVE,
@@ -25,32 +25,7 @@ from bert_jax.storage import files
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
 
-# In the order of --help.
-_VERBS = (
-    data.add_vocab,
-    data.add_prepare,
-    data.add_rows,
-    training.add_pretrain,
-    training.add_finetune,
-    models.add_predict,
-    models.add_score,
-    models.add_glue_zip,
-    training.add_evaluate,
-    models.add_fill_mask,
-    models.add_score_sentences,
-    models.add_minimal_pairs,
-    models.add_attention,
-    checkpoints.add_import,
-    checkpoints.add_extend_vocab,
-    checkpoints.add_export,
-    models.add_embed,
-    models.add_evaluate_embeddings,
-    machines.add_launch,
-    machines.add_preflight,
-    experiments.add_sweep,
-    experiments.add_report,
-)
-
+_MODULES = (data, training, models, checkpoints, machines, experiments)  # in the order of --help
 
 _abrupt = threading.Event()  # whether `console` leaves threads and exit handlers behind
 
@@ -75,27 +50,25 @@ def console() -> None:
 def _install_hooks() -> None:
     """Suppress tracebacks from libraries' threads about a full disk, which `main` reports."""
 
-    def is_late_callback(kind, error) -> bool:
+    def is_late_callback(failure) -> bool:
         """Whether a TensorStore callback ran after the save that awaited it had failed."""
-        return kind is RuntimeError and str(error) == "Event loop is closed"
-
-    def filtered(hook, ignore):
-        return lambda *failure: None if ignore(*failure) else hook(*failure)
+        return failure[0] is RuntimeError and str(failure[1]) == "Event loop is closed"
 
     def is_failed_save(failure) -> bool:
         """Whether a thread of Orbax failed to write."""
-        frames = traceback.walk_tb(failure.exc_traceback)
-        return issubclass(failure.exc_type, OSError) and any(
+        frames = traceback.walk_tb(failure[2])
+        return issubclass(failure[0], OSError) and any(
             frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in frames
         )
 
+    def filtered(hook, ignore):
+        # Hooks get type, error and traceback, or one object that begins with them.
+        return lambda *args: None if ignore(args[0] if len(args) == 1 else args) else hook(*args)
+
     threading.excepthook = filtered(threading.excepthook, is_failed_save)
     # Depending on its version, TensorStore's C++ code reports callbacks to one of these two.
-    sys.unraisablehook = filtered(
-        sys.unraisablehook,
-        lambda failure: is_late_callback(failure.exc_type, failure.exc_value),
-    )
-    sys.excepthook = filtered(sys.excepthook, lambda kind, error, _: is_late_callback(kind, error))
+    sys.unraisablehook = filtered(sys.unraisablehook, is_late_callback)
+    sys.excepthook = filtered(sys.excepthook, is_late_callback)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,38 +77,38 @@ def main(arguments: list[str] | None = None) -> int:
     0: success. 1: the run does not fit (preflight). 2: user error. 75: stopped by a signal, state
     saved, or object storage does not answer. 130: interrupted.
     """
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    verb = options.parser
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["--version"]:
+        print(_versions())
+        return 0
+    options = parse(arguments)
+    verb = options.verb_settings
     Progress.is_quiet = options.quiet
     try:
-        storage.check([*options.config, *paths(verb, options)])
+        storage.check([*options.config, *paths(options)])
         if verb.platform is not None:
             from bert_jax.runtime import device
 
             device.start(verb.platform)
         return verb.run(options) or 0
-    except UserError as error:
-        print(f"bert-jax {options.verb}: {error}", file=sys.stderr)
-        if not isinstance(error, Unavailable):
-            return EXIT_USER_ERROR
+    except Unavailable as error:
         _abrupt.set()  # threads of Orbax would wait for the save that failed
-        return EXIT_INTERRUPTED
+        text, status = error, EXIT_INTERRUPTED
+    except UserError as error:
+        text, status = error, EXIT_USER_ERROR
     except Interrupted as interrupt:
-        print(
-            f"bert-jax {options.verb}: {interrupt}; run the same command to resume", file=sys.stderr
-        )
-        return EXIT_INTERRUPTED
+        text, status = f"{interrupt}; run the same command to resume", EXIT_INTERRUPTED
     except OSError as error:
         if error.errno not in files.USER_ERRORS:
             raise
         path = f"{error.filename}: " if error.filename else ""
-        print(f"bert-jax {options.verb}: {path}{files.format_error(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        text, status = f"{path}{files.format_error(error)}", EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)
-        return 130
+        text, status = "interrupted", 130
     finally:
         Progress.is_quiet = False
+    print(f"bert-jax {options.verb}: {text}", file=sys.stderr)
+    return status
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -161,31 +134,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if argument.endswith("=--"):  # argparse would parse the value as a list
             main_parser.error(f"{argument}: the value cannot be --")
     options = main_parser.parse_args(rest)
-    if config and not options.parser.takes_config:
+    if config and not options.verb_settings.takes_config:
         main_parser.error(f"{verb} does not take --config")
     options.config, options.arguments, options.command = config, arguments[1:], command
     return options
 
 
-class _Version(argparse.Action):
-    """Print the versions and the devices of JAX."""
+def _versions() -> str:
+    """Return the versions, and the devices of JAX."""
+    import importlib.metadata
 
-    def __call__(self, parser, *_) -> None:
-        import importlib.metadata
+    import jax
 
-        import jax
+    from bert_jax import __version__
+    from bert_jax.runtime import device
 
-        from bert_jax import __version__
-        from bert_jax.runtime import device
-
-        try:
-            device.start("")
-            devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-        except Exception as error:  # a driver can raise anything
-            devices = f"no device ({str(error).splitlines()[0]})"
-        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax")]
-        print(f"bert_jax {__version__}, {', '.join(versions)}, {devices}")
-        parser.exit()
+    try:
+        device.start("")
+        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    except Exception as error:  # a driver can raise anything
+        devices = f"no device ({str(error).splitlines()[0]})"
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax")]
+    return ", ".join([f"bert_jax {__version__}", *versions, devices])
 
 
 def parser() -> Parser:
@@ -196,18 +166,12 @@ def parser() -> Parser:
         "checkpoints.",
         epilog="`bert-jax VERB --help` describes a verb and shows examples.",
     )
-    main_parser.add_argument(
-        "--version",
-        action=_Version,
-        nargs=0,
-        default=argparse.SUPPRESS,
-        help="print the versions of bert_jax, JAX and Flax, and the devices",
-    )
+    text = "print the versions of bert_jax, JAX and Flax, and the devices"
+    main_parser.add_argument("--version", action="store_true", default=argparse.SUPPRESS, help=text)
     shtab.add_argument_to(main_parser, help="print a script that completes commands in a shell")
     main_parser._actions[-1].default = argparse.SUPPRESS  # not an option of a verb
-    verbs = Verbs(main_parser)
-    for add in _VERBS:
-        add(verbs)
-    for sub in main_parser.verbs.values():
-        complete_paths(sub)
+    verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    main_parser.verbs = verbs.choices
+    for verb in (v for module in _MODULES for v in vars(module).values() if isinstance(v, Verb)):
+        verb.parser(verbs.add_parser)
     return main_parser

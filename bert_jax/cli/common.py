@@ -1,13 +1,15 @@
-"""Parser and arguments that verbs share."""
+"""The verbs of the command line, and arguments that they share."""
 
 import argparse
 import contextlib
+import inspect
 import itertools
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import shtab
 
@@ -15,22 +17,95 @@ from bert_jax import storage
 from bert_jax.errors import EXIT_USER_ERROR, UserError, did_you_mean
 from bert_jax.runtime.progress import Progress
 
+# Adds an argument, or several, to the parser of a verb.
+Argument = Callable[[argparse.ArgumentParser], Any]
+
+
+class Verb(NamedTuple):
+    """A verb. Its help is the docstring of `run`: what it does in a sentence, and examples."""
+
+    run: Callable[
+        [Any], int | None
+    ]  # function of the parsed arguments, which returns the exit status
+    arguments: tuple[Argument, ...]
+    # Platform on which it starts JAX (`device.start`); None if it does not need JAX, or starts it itself.
+    platform: str | None
+
+    @property
+    def takes_config(self) -> bool:
+        """Whether it takes --config."""
+        return CONFIG[0] in self.arguments
+
+    def parser(self, add_parser: Callable[..., "Parser"]) -> "Parser":
+        """Return its parser, made by `add_parser` of argparse."""
+        summary, _, example = inspect.cleandoc(self.run.__doc__ or "").partition("\n\n")
+        parser = add_parser(
+            self.run.__name__.strip("_").replace("_", "-"),
+            help=summary[0].lower() + summary[1:].rstrip("."),
+            description=summary,
+            epilog="example:\n" + textwrap.indent(example, "  "),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(parser=parser, verb_settings=self)
+        for add in (*self.arguments, flag("--quiet", "print only results, warnings and errors")):
+            add(parser)
+        return parser
+
+
+def verb(*arguments: Argument, platform: str | None = None) -> Callable[[Callable], Verb]:
+    """Decorate the function of a verb, whose name and docstring are the verb's (see `Verb`)."""
+    return lambda run: Verb(run, arguments, platform)
+
+
+def argument(*names: str, **settings: Any) -> Argument:
+    """Return an argument of a verb, with the settings of argparse; shells complete paths (`_FILES`)."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        action: Any = parser.add_argument(*names, **settings)
+        if action.metavar in ("DIR", "NAME[:ARG]", *_FILES):
+            action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
+
+    return add
+
+
+def option(name: str, metavar: str, text: str, **settings: Any) -> Argument:
+    """Return an argument with a value, which --help shows as `metavar`."""
+    return argument(name, metavar=metavar, help=text, **settings)
+
+
+def flag(name: str, text: str) -> Argument:
+    """Return an option without a value."""
+    return argument(name, action="store_true", help=text)
+
+
+def number(name: str, default: int | float, text: str, least: int | None = None) -> Argument:
+    """Return an option with a number of the type of its default, and perhaps a least value."""
+
+    def parse(value: str) -> int | float:
+        result = type(default)(value)
+        if least is not None and result < least:
+            raise argparse.ArgumentTypeError(f"{value}: it must be {least} or more")
+        return result
+
+    parse.__name__ = type(default).__name__  # for argparse's message about other text
+    return option(name, "N", f"{text} (default {default})", type=parse, default=default)
+
+
+def choice(name: str, choices: str, text: str) -> Argument:
+    """Return an option with one of several words, of which the first is the default."""
+    words = choices.split()
+    return argument(name, choices=words, default=words[0], help=f"{text} (default {words[0]})")
+
+
+def repeatable(name: str, metavar: str, text: str) -> Argument:
+    """Return an option whose values are collected in a list."""
+    return option(name, metavar, f"{text}; may be repeated", action="append", default=[])
+
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, escaped and shortened like `UserError`.
+    """An argument parser whose errors are one line, escaped and shortened like `UserError`."""
 
-    Attributes:
-        verbs: parsers of the subcommands by name.
-        run: function of a verb, which is called with the parsed arguments and returns the exit status.
-        takes_config: whether a verb takes --config.
-        platform: platform on which a verb starts JAX (`device.start`); None for a verb that does not
-            need JAX, or that starts it itself.
-    """
-
-    verbs: dict[str, "Parser"]
-    run: Callable[[Any], int | None]
-    takes_config: bool
-    platform: str | None
+    verbs: dict[str, "Parser"]  # by name
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -38,21 +113,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         text = str(UserError(f"{self.prog}: {message} (see {self.prog} --help)"))
         self.exit(EXIT_USER_ERROR, text + "\n")
-
-    def flag(self, name: str, text: str) -> None:
-        """Add an option without a value."""
-        self.add_argument(name, action="store_true", help=text)
-
-    def number(self, name: str, default: int | float, text: str) -> None:
-        """Add an option with a number of the type of its default."""
-        text = f"{text} (default {default})"
-        self.add_argument(name, type=type(default), default=default, metavar="N", help=text)
-
-    def repeatable(self, name: str, metavar: str, text: str) -> None:
-        """Add an option whose values are collected in a list."""
-        self.add_argument(
-            name, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated"
-        )
 
     def check_options(self, arguments: Iterable[str]) -> None:
         """Exit with an error for an unknown option, which argparse would report as others missing."""
@@ -71,95 +131,38 @@ def split_command(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments, []
 
 
-class Verbs:
-    """The subcommands of a parser."""
-
-    def __init__(self, parser: Parser):
-        self._verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-        parser.verbs = self._verbs.choices
-
-    def add(
-        self,
-        name: str,
-        run: Callable[[Any], int | None],
-        summary: str,
-        example: str,
-        takes_config: bool = False,
-        platform: str | None = None,
-    ) -> Parser:
-        """Add a verb and return its parser (see `Parser` for the settings)."""
-        sub = self._verbs.add_parser(
-            name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            epilog=f"example:\n{example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.run, sub.takes_config, sub.platform = run, takes_config, platform
-        sub.set_defaults(parser=sub)
-        sub.flag("--quiet", "print only results, warnings and errors")
-        return sub
-
-
 # How --help shows arguments that are paths; folders are shown as DIR.
 _FILES = ("FILE", "SOURCE", "SWEEP", "DATA", "PREDICTIONS")
 
 
-def paths(parser: Parser, options: argparse.Namespace) -> list[str]:
+def paths(options: argparse.Namespace) -> list[str]:
     """Return the values of those arguments of a verb that are paths."""
     values = [
         getattr(options, action.dest, None)
-        for action in parser._actions
+        for action in options.parser._actions
         if action.metavar in ("DIR", *_FILES)
     ]
     return [p for value in values for p in (value if isinstance(value, list) else [value or ""])]
 
 
-def complete_paths(parser: Parser) -> None:
-    """Let shells complete folders for arguments shown as DIR, and files for those shown as FILE."""
-    for action in parser._actions:
-        if action.metavar in ("NAME[:ARG]", *_FILES):
-            action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-        elif action.metavar == "DIR":
-            action.complete = shtab.DIRECTORY  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @contextlib.contextmanager
 def machine_output(options: argparse.Namespace) -> Iterator[None]:
     """Keep standard output free of text during a run with --json or --quiet."""
-    Progress.json_lines = sys.stdout if options.json else None
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, Progress, "json_lines", None)
+        Progress.json_lines = sys.stdout if options.json else None
         if Progress.is_quiet:
             null = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(null))
         elif options.json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        try:
-            yield
-        finally:
-            Progress.json_lines = None
+        yield
 
 
 def print_next(options: argparse.Namespace, command: Sequence[str]) -> None:
     """Print the next command to type after a run, unless a machine reads the output."""
     if Progress.shown and not options.json and not Progress.is_quiet:
         print(f"next: bert-jax {shlex.join(command)}")
-
-
-def add_config(sub: argparse.ArgumentParser) -> None:
-    """Add --config to the help; it is removed from the command line before argparse sees it."""
-    group = sub.add_argument_group("config")
-    group.add_argument(
-        "--config",
-        metavar="NAME[:ARG]",
-        help="a config by name, such as base,128 or glue:rte, or a Python file with get_config",
-    )
-    group.add_argument(
-        "--config.KEY",
-        metavar="VALUE",
-        dest="_",
-        help="override a setting (see bert_jax/config/schema.py)",
-    )
 
 
 def load_config(options: argparse.Namespace) -> Any:
@@ -184,42 +187,14 @@ def check_local(options: argparse.Namespace) -> None:
     """Check that the folders of a sweep are not on object storage."""
     for name in ("runs", "data"):
         if storage.is_remote(value := getattr(options, name)):
-            raise UserError(
-                f"--{name} {value}: a sweep needs a local folder, or one on a shared disk"
-            )
-
-
-def add_model(sub: argparse.ArgumentParser) -> None:
-    """Add --init, alias --workdir: a model of any origin."""
-    sub.add_argument(
-        "--init",
-        "--workdir",
-        required=True,
-        metavar="DIR",
-        dest="init",
-        help="a run, an imported checkpoint, or a Hugging Face folder or name",
-    )
-    add_checkpoint_option(sub)
-
-
-def add_start(sub: argparse.ArgumentParser) -> None:
-    """Add --init and --checkpoint: weights that pretraining starts from (`open_start`)."""
-    sub.add_argument(
-        "--init",
-        metavar="DIR",
-        help="continue from these weights, with their architecture and vocabulary: a run, an imported "
-        "checkpoint, a Hugging Face folder or name, or a TensorFlow 1 release (default: random weights)",
-    )
-    add_checkpoint_option(sub)
+            raise UserError(f"--{name} {value}: a sweep needs a local or shared folder")
 
 
 def open_start(config: Any, options: Any) -> tuple[Any, Any]:
     """Return the config with the model of --init, and its parameters; without --init, None."""
     if not options.init:
         if options.checkpoint != "best":
-            raise UserError(
-                f"--checkpoint {options.checkpoint}: it is one of --init, which is missing"
-            )
+            raise UserError(f"--checkpoint {options.checkpoint}: it needs --init")
         return config, None
     from bert_jax.config import flags
     from bert_jax.objectives import warm_start
@@ -228,14 +203,36 @@ def open_start(config: Any, options: Any) -> tuple[Any, Any]:
     return warm_start.open_start(config, options.init, options.checkpoint, keys)
 
 
-def add_checkpoint_option(sub: argparse.ArgumentParser) -> None:
-    """Add --checkpoint."""
-    sub.add_argument(
-        "--checkpoint",
-        default="best",
-        help="best (default), latest, or a step number",
-        metavar="WHICH",
-    )
+_WHICH = "best (default), latest, or a step number"
+CHECKPOINT = option("--checkpoint", "WHICH", _WHICH, default="best")
+# A model of any origin.
+MODEL = (
+    argument(
+        "--init",
+        "--workdir",
+        required=True,
+        metavar="DIR",
+        dest="init",
+        help="a run, an imported checkpoint, or a Hugging Face folder or name",
+    ),
+    CHECKPOINT,
+)
+# Weights that pretraining starts from (`open_start`).
+START = (
+    option(
+        "--init",
+        "DIR",
+        "continue from these weights, with their architecture and vocabulary: a run, an imported "
+        "checkpoint, a Hugging Face folder or name, or a TensorFlow 1 release (default: random weights)",
+    ),
+    CHECKPOINT,
+)
+# Removed from the command line before argparse sees it.
+CONFIG = (
+    option("--config", "NAME[:ARG]", "a config by name (base,128 or glue:rte), or a Python file"),
+    option("--config.KEY", "VALUE", "override a setting (see bert_jax/config/schema.py)", dest="_"),
+)
+WORKDIR = option("--workdir", "DIR", "folder of the run", required=True)
 
 
 def add_case(sub: argparse.ArgumentParser) -> None:

@@ -5,78 +5,67 @@ import io
 import os
 import pathlib
 
-from bert_jax.cli.common import Verbs, check_local, load_config
+from bert_jax.cli.common import (
+    argument,
+    check_local,
+    choice,
+    flag,
+    load_config,
+    number,
+    option,
+    repeatable,
+    verb,
+)
 from bert_jax.errors import UserError, with_user_paths
 from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point
 
 _DATA = "$BERT_JAX_DATA"
 
 
-def add_sweep(verbs: Verbs) -> None:
-    """Add `bert-jax sweep`."""
-    sub = verbs.add(
-        "sweep",
-        _sweep,
-        "run the points of an experiment, locally or on a cluster",
-        "  bert-jax sweep experiments/paper/table6 --dry-run\n"
-        "  bert-jax sweep experiments/paper/table6 --data ../data --jobs 2\n"
-        "  bert-jax sweep --grid optim.learning_rate=5e-4,1e-3 --grid model=tiny,mini \\\n"
-        "    -- pretrain --config mini,128 --rows rows128 --config.steps=2000\n"
-        "  bert-jax sweep experiments/paper/table1 --init google-bert/bert-base-uncased \\\n"
-        "    --on slurm --launch=--gpus=1 --jobs 20 --runs /shared/runs\n\n"
-        "Finished points are skipped, interrupted points resumed. Each point appends a line to the\n"
-        "experiment's results.jsonl. exit status: 0 all done, 1 a point failed, 75 interrupted",
-    )
-    sub.add_argument(
-        "file",
-        nargs="?",
-        metavar="SWEEP",
-        help="a sweep.py, or its folder; with --grid the folder to write (default: sweeps/KEYS)",
-    )
-    sub.repeatable(
+@verb(
+    option("file", "SWEEP", "a sweep.py or its folder; with --grid, a folder to write", nargs="?"),
+    repeatable(
         "--grid",
         "KEY=V,V,…",
-        "values of a config key, or of `model`, for the pretrain or finetune command after --: "
-        "write a sweep of all combinations to the folder and run it",
-    )
-    sub.add_argument(
-        "--scale", choices=("small", "paper"), help="default small, or paper with --init"
-    )  # fmt: skip
-    sub.add_argument(
-        "--data", default=os.environ.get("BERT_JAX_DATA", ""), metavar="DIR",
-        help="folder of texts and tasks (default: $BERT_JAX_DATA)",
-    )  # fmt: skip
-    sub.add_argument("--init", default="", metavar="DIR", help="checkpoint to fine-tune")
-    sub.number("--seeds", 0, "number of seeds; 0 takes the sweep's")
-    sub.repeatable("--only", "PATTERN", "run only matching points (* and ?) and their dependencies")
-    sub.flag("--dry-run", "list the points and their commands")
-    sub.number("--jobs", 1, "points to run at a time")
-    sub.add_argument(
-        "--runs", default=RUNS, metavar="DIR",
-        help="folder for workdirs, shared by sweeps (default %(default)s)",
-    )  # fmt: skip
-    sub.number("--search", 0, "run N trials of its get_trial with Optuna")
-    sub.add_argument(
-        "--on", default="local", choices=("tpu-vm", "gke", "slurm", "sky", "local"),
-        help="engine for pretrain and finetune (default local); its machines need the data and --runs "
-        "under the same paths",
-    )  # fmt: skip
-    sub.repeatable("--launch", "ARG", "argument for `bert-jax launch`")
-    sub.flag("--resubmit", "queue unfinished jobs again")
-
-
+        "values of a config key, or of `model`: sweep the command after -- over them",
+    ),
+    argument("--scale", choices=("small", "paper"), help="default small, or paper with --init"),
+    option("--data", "DIR", "folder of texts and tasks (default: $BERT_JAX_DATA)", default=""),
+    option("--init", "DIR", "checkpoint to fine-tune", default=""),
+    number("--seeds", 0, "number of seeds; 0 takes the sweep's", least=0),
+    repeatable("--only", "PATTERN", "run only matching points (* and ?) and their dependencies"),
+    flag("--dry-run", "list the points and their commands"),
+    number("--jobs", 1, "points to run at a time", least=1),
+    option("--runs", "DIR", "folder of the workdirs (default %(default)s)", default=RUNS),
+    number("--search", 0, "run N trials of its get_trial with Optuna", least=0),
+    choice(
+        "--on",
+        "local tpu-vm gke slurm sky",
+        "engine, whose machines have the data and --runs under the same paths",
+    ),
+    repeatable("--launch", "ARG", "argument for `bert-jax launch`"),
+    flag("--resubmit", "queue unfinished jobs again"),
+)
 def _sweep(options) -> int | None:
+    r"""Run the points of an experiment, locally or on a cluster.
+
+    bert-jax sweep experiments/paper/table6 --dry-run
+    bert-jax sweep experiments/paper/table6 --data ../data --jobs 2
+    bert-jax sweep --grid optim.learning_rate=5e-4,1e-3 --grid model=tiny,mini \
+      -- pretrain --config mini,128 --rows rows128 --config.steps=2000
+    bert-jax sweep experiments/paper/table1 --init google-bert/bert-base-uncased \
+      --on slurm --launch=--gpus=1 --jobs 20 --runs /shared/runs
+
+    Finished points are skipped, interrupted points resumed. Each point appends a line to the
+    experiment's results.jsonl. exit status: 0 all done, 1 a point failed, 75 interrupted
+    """
     from bert_jax.tools import sweep
     from bert_jax.tools.launch.engines import SUBMITTED
     from bert_jax.tools.sweep import grid_files, run, scheduler
 
-    for name in ("jobs", "seeds", "search"):
-        if getattr(options, name) < (name == "jobs"):
-            raise UserError(f"--{name} {getattr(options, name)}: must be above 0")
+    options.data = options.data or os.environ.get("BERT_JAX_DATA", "")
     if options.launch and options.on == "local":
-        raise UserError(
-            f"--launch {options.launch[0]} has no effect on local processes: add --on ENGINE"
-        )
+        raise UserError(f"--launch {options.launch[0]}: it needs --on ENGINE")
     if options.resubmit and options.on not in SUBMITTED:
         raise UserError("--resubmit applies to engines that queue jobs: " + ", ".join(SUBMITTED))
     if options.search and (options.dry_run or options.only):
@@ -92,10 +81,7 @@ def _sweep(options) -> int | None:
     if choices:
         for name in ("scale", "init", "seeds"):
             if value := getattr(options, name):
-                raise UserError(
-                    f"--{name} {value} has no effect with --grid: remove it, or put it into the command "
-                    "after --"
-                )
+                raise UserError(f"--{name} {value}: with --grid, put it into the command after --")
         path = pathlib.Path(options.file or f"sweeps/{grid_files.name(choices)}", "sweep.py")
         points = sweep.ordered("--grid", grid_files.points(options.command, choices), data)
         loaded = sweep.Sweep(path, args, points, module=None)
@@ -134,7 +120,7 @@ def _check(where: str, point: Point) -> None:
             return
         with contextlib.redirect_stderr(stderr):
             options = parse([*words, FOLDER_OPTION[point.verb], "x"])
-        if options.parser.takes_config:
+        if options.verb_settings.takes_config:
             load_config(options)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
@@ -142,27 +128,17 @@ def _check(where: str, point: Point) -> None:
         raise UserError(f"{where}: {stderr.getvalue().splitlines()[-1]}") from None
 
 
-def add_report(verbs: Verbs) -> None:
-    """Add `bert-jax report`."""
-    sub = verbs.add(
-        "report",
-        _report,
-        "write a page that compares runs, or an experiment's tables",
-        "  bert-jax report runs/mini runs/small --out report.html\n"
-        "  bert-jax report runs/mini runs/small --out curves.png\n"
-        "  bert-jax report experiments/paper/table6",
-    )
-    sub.add_argument(
-        "folders", nargs="+", metavar="DIR", help="runs, or experiments with a sweep.py"
-    )
-    sub.add_argument(
-        "--out",
-        metavar="FILE",
-        help="HTML page (default report.html), or only the loss curve as .png, .svg or .pdf",
-    )
-
-
+@verb(
+    option("folders", "DIR", "runs, or experiments with a sweep.py", nargs="+"),
+    option("--out", "FILE", "page (default report.html), or the loss as .png, .svg or .pdf"),
+)
 def _report(options) -> None:
+    """Write a page that compares runs, or an experiment's tables.
+
+    bert-jax report runs/mini runs/small --out report.html
+    bert-jax report runs/mini runs/small --out curves.png
+    bert-jax report experiments/paper/table6
+    """
     from bert_jax.runtime import device
 
     device.start("cpu")  # only shapes are computed
@@ -173,10 +149,7 @@ def _report(options) -> None:
     # os.path returns False for names that no file can have; pathlib raises.
     experiments = [f for f in options.folders if os.path.exists(os.path.join(f, "sweep.py"))]
     if options.out and len(experiments) == len(options.folders):
-        raise UserError(
-            f"--out {options.out}: applies to runs; an experiment's tables and pictures are written "
-            "to its folder"
-        )
+        raise UserError(f"--out {options.out}: only for runs; an experiment's folder has its own")
     for folder in experiments:
         print(experiment.write_readme(folder))
     if len(experiments) < len(options.folders):

@@ -7,12 +7,17 @@ from typing import Any
 
 from bert_jax import storage
 from bert_jax.cli.common import (
-    Verbs,
-    add_config,
-    add_start,
+    CONFIG,
+    START,
+    argument,
     check_local,
+    flag,
     load_config,
+    number,
     open_start,
+    option,
+    repeatable,
+    verb,
 )
 from bert_jax.errors import EXIT_NEGATIVE, UserError
 
@@ -29,33 +34,13 @@ _CONFIG_PATHS = re.compile(
 )
 
 
-def add_launch(verbs: Verbs) -> None:
-    """Add `bert-jax launch`."""
-    sub = verbs.add(
-        "launch",
-        _launch,
-        "run pretrain, finetune, prepare or sweep on a cluster, or in several local processes",
-        "  bert-jax launch --on tpu-vm --accelerator v5e:4x4 --zone us-west4-a --spot --detach -- pretrain \\\n"
-        "    --config configs/pretrain.py:base,128 --rows gs://mine/rows128 --workdir gs://mine/runs/base\n"
-        "  bert-jax launch logs base\n"
-        "  bert-jax launch --on slurm --nodes 4 --gpus 8 --extra=--partition=long -- pretrain …\n"
-        "  bert-jax launch --on gke --accelerator v6e:16x16,slices=2 --image IMAGE --dry-run -- pretrain …\n\n"
-        "Options of another engine are errors. Engines restart the command after exit status 75.",
-    )
-    sub.add_argument(
-        "job", nargs="*", metavar="status|logs|stop NAME", help="show, follow or stop a job"
-    )
-    sub.add_argument("--on", choices=("tpu-vm", "gke", "slurm", "sky", "local"), help="engine")
-    sub.flag("--dry-run", "print the commands as a script")
-    sub.flag("--detach", "follow the run in the background (tpu-vm, local)")
-    sub.add_argument("--name", help="name of the job, slice or workload (default: the workdir's)")
-    sub.repeatable("--env", "NAME=VALUE", "environment variable of the run")
+def _add_engine_options(sub: argparse.ArgumentParser) -> None:
     # No defaults: each engine has its own, for options that are not given.
     engine = sub.add_argument_group("options of engines", argument_default=argparse.SUPPRESS)
     for name, text in (
         (
             "--accelerator",
-            "as for preflight: v5e:4x4, v5litepod-16 or v5e:4x4,slices=2 (sky: H100:8)",
+            "as for preflight: v5e:4x4, v5litepod-16, v5e:4x4,slices=2 (sky: H100:8)",
         ),
         ("--image", "container image with bert-jax (gke, sky, slurm)"),
         ("--zone", "such as us-west4-a (tpu-vm)"),
@@ -83,15 +68,32 @@ def add_launch(verbs: Verbs) -> None:
     sub.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
 
+@verb(
+    option("job", "status|logs|stop NAME", "show, follow or stop a job", nargs="*"),
+    argument("--on", choices=("tpu-vm", "gke", "slurm", "sky", "local"), help="engine"),
+    flag("--dry-run", "print the commands as a script"),
+    flag("--detach", "follow the run in the background (tpu-vm, local)"),
+    argument("--name", help="name of the job, slice or workload (default: the workdir's)"),
+    repeatable("--env", "NAME=VALUE", "environment variable of the run"),
+    _add_engine_options,
+)
 def _launch(options) -> int | None:
+    r"""Run pretrain, finetune, prepare or sweep on a cluster, or in several local processes.
+
+    bert-jax launch --on tpu-vm --accelerator v5e:4x4 --zone us-west4-a --spot --detach -- pretrain \
+      --config configs/pretrain.py:base,128 --rows gs://mine/rows128 --workdir gs://mine/runs/base
+    bert-jax launch logs base
+    bert-jax launch --on slurm --nodes 4 --gpus 8 --extra=--partition=long -- pretrain …
+    bert-jax launch --on gke --accelerator v6e:16x16,slices=2 --image IMAGE --dry-run -- pretrain …
+
+    Options of another engine are errors. Engines restart the command after exit status 75.
+    """
     from bert_jax.tools.launch import jobs, plan, request
 
     if options.job:
         return _job(options)
     if not options.on:
-        raise UserError(
-            "give --on ENGINE and a command after --, or status, logs or stop and a NAME"
-        )
+        raise UserError("give --on ENGINE and a command after --, or status, logs or stop NAME")
     job = _launched(options)
     engine_options = {
         key: value for key, value in vars(options).items() if key in options.engine_options
@@ -112,10 +114,8 @@ def _job(options) -> int:
     calls = {"status": jobs.show_status, "logs": jobs.show_logs, "stop": jobs.stop}
     what, *names = options.job
     if what not in calls or len(names) != 1:
-        raise UserError(
-            f"{' '.join(options.job)}: give status, logs or stop and the NAME of a job, or a command "
-            "after --"
-        )
+        text = " ".join(options.job)
+        raise UserError(f"{text}: give status, logs or stop NAME, or a command after --")
     others = ("on", "command", "dry_run", "detach", "name", "env")
     if any(getattr(options, other) for other in others) or any(
         hasattr(options, name) for name in options.engine_options
@@ -134,8 +134,7 @@ def _launched(options) -> Any:
     if not options.command or options.command[0] not in _PATHS:
         raise UserError(
             "give pretrain, finetune, prepare or sweep with its arguments after --, as in: bert-jax "
-            f"launch --on {options.on} -- pretrain --config configs/pretrain.py:base --rows … "
-            "--workdir …"
+            f"launch --on {options.on} -- pretrain --config base --rows … --workdir …"
         )
     storage.check(options.command)
     launched = parse(options.command)
@@ -145,7 +144,7 @@ def _launched(options) -> Any:
         value = getattr(launched, key)
         paths += value if isinstance(value, list) else [str(value)] if value else []
     file = ""
-    if launched.parser.takes_config:
+    if launched.verb_settings.takes_config:
         config = load_config(launched)
         paths += [value for key, value in flatten(config).items() if _CONFIG_PATHS.fullmatch(key)]
         (value,) = (a[9:] for a in launched.config if a.startswith("--config="))
@@ -159,36 +158,30 @@ def _launched(options) -> Any:
     return request.Job(options.command, name, folder, environment, file, paths)
 
 
-def add_preflight(verbs: Verbs) -> None:
-    """Add `bert-jax preflight`."""
-    sub = verbs.add(
-        "preflight",
-        _preflight,
-        "estimate memory, time and cost of a pretraining run on other hardware",
-        "  bert-jax preflight --config configs/pretrain.py:large --topology v5p:4x4x4\n"
-        "  bert-jax preflight --config configs/pretrain.py:base --topology v5e:4x4 --topology v6e:2x2 \\\n"
-        "    --config.model.dtype=bfloat16 --dollars-per-chip-hour 1.20\n\n"
-        "exit status: 0 fits on every topology, 1 does not fit, 2 user error",
-        takes_config=True,
-    )
-    add_config(sub)
-    sub.add_argument(
+@verb(
+    *CONFIG,
+    option(
         "--topology",
+        "KIND:SHAPE",
+        "TPUs or GPUs, such as v5e:16x16,slices=4 or h100:64; may be repeated",
         action="append",
         required=True,
-        metavar="KIND:SHAPE",
-        help="TPU kind and slice shape, such as v5e:4x4 or v5e:16x16,slices=4, or GPUs such as h100:64; repeatable",
-    )
-    sub.repeatable("--rows", "DIR", "rows, as for pretrain")
-    add_start(sub)
-    sub.number("--sequences", 1, "sequences per row if no rows are given")
-    sub.add_argument(
-        "--dollars-per-chip-hour", type=float, metavar="X", help="also print the price"
-    )
-    sub.flag("--json", "print one JSON object per topology")
-
-
+    ),
+    repeatable("--rows", "DIR", "rows, as for pretrain"),
+    *START,
+    number("--sequences", 1, "sequences per row if no rows are given"),
+    option("--dollars-per-chip-hour", "X", "also print the price", type=float),
+    flag("--json", "print one JSON object per topology"),
+)
 def _preflight(options) -> int:
+    r"""Estimate memory, time and cost of a pretraining run on other hardware.
+
+    bert-jax preflight --config configs/pretrain.py:large --topology v5p:4x4x4
+    bert-jax preflight --config configs/pretrain.py:base --topology v5e:4x4 --topology v6e:2x2 \
+      --config.model.dtype=bfloat16 --dollars-per-chip-hour 1.20
+
+    exit status: 0 fits on every topology, 1 does not fit, 2 user error
+    """
     config = load_config(options)
     if options.sequences < 1:
         raise UserError(f"--sequences {options.sequences}: must be at least 1")

@@ -6,51 +6,57 @@ import json
 import sys
 from typing import Any
 
-from bert_jax.cli.common import Parser, Verbs, add_checkpoint_option, add_model
+from bert_jax.cli.common import (
+    CHECKPOINT,
+    MODEL,
+    WORKDIR,
+    Argument,
+    argument,
+    choice,
+    flag,
+    number,
+    option,
+    verb,
+)
 from bert_jax.errors import UserError, with_user_paths
 
 
-def add_predict(verbs: Verbs) -> None:
-    """Add `bert-jax predict`."""
-    sub = verbs.add(
-        "predict",
-        _predict,
-        "run a fine-tuned model on new data",
-        "  bert-jax predict --workdir runs/mine --out predictions new.csv\n"
-        "  cat texts.txt | bert-jax predict --workdir runs/mine --out predictions -",
-        platform="",
-    )
-    sub.add_argument(
-        "source", nargs="?", default="-", metavar="FILE", help="data; - (default) reads lines"
-    )
-    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    add_checkpoint_option(sub)
-    sub.add_argument("--out", required=True, metavar="DIR", help="new folder for the predictions")
+def _source(text: str) -> Argument:
+    text = f"{text}; - (default) reads lines"
+    return option("source", "FILE", text, nargs="?", default="-")
 
 
+@verb(
+    _source("data"),
+    WORKDIR,
+    CHECKPOINT,
+    option("--out", "DIR", "new folder for the predictions", required=True),
+    platform="",
+)
 def _predict(options) -> None:
+    """Run a fine-tuned model on new data.
+
+    bert-jax predict --workdir runs/mine --out predictions new.csv
+    cat texts.txt | bert-jax predict --workdir runs/mine --out predictions -
+    """
     from bert_jax.inference import predict
 
     predict.predict_file(options.workdir, options.source, options.out, options.checkpoint)
 
 
-def add_score(verbs: Verbs) -> None:
-    """Add `bert-jax score`."""
-    sub = verbs.add(
-        "score",
-        _score,
-        "score predictions with a benchmark's official metrics",
-        "  bert-jax score squad1 dev-v1.1.json predictions.json\n"
-        "  bert-jax score glue:rte RTE/dev.tsv RTE.tsv\n"
-        "  bert-jax score conll dev.txt predictions.conll",
-    )
-    sub.add_argument("benchmark", help="squad1, squad2, glue:TASK or conll")
-    sub.add_argument("data", metavar="DATA", help="file with the answers")
-    sub.add_argument("predictions", metavar="PREDICTIONS", help="file with the predictions")
-    sub.add_argument("--null-odds", metavar="FILE", help="for squad2: null_odds.json")
-
-
+@verb(
+    argument("benchmark", help="squad1, squad2, glue:TASK or conll"),
+    option("data", "DATA", "file with the answers"),
+    option("predictions", "PREDICTIONS", "file with the predictions"),
+    option("--null-odds", "FILE", "for squad2: null_odds.json"),
+)
 def _score(options) -> None:
+    """Score predictions with a benchmark's official metrics.
+
+    bert-jax score squad1 dev-v1.1.json predictions.json
+    bert-jax score glue:rte RTE/dev.tsv RTE.tsv
+    bert-jax score conll dev.txt predictions.conll
+    """
     from bert_jax.tasks import score
 
     metrics = score.score(options.benchmark, options.data, options.predictions, options.null_odds)
@@ -58,65 +64,47 @@ def _score(options) -> None:
         print(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
 
 
-def add_glue_zip(verbs: Verbs) -> None:
-    """Add `bert-jax glue-zip`."""
-    sub = verbs.add(
-        "glue-zip",
-        _glue_zip,
-        "collect test predictions into a zip for the GLUE server",
-        "  bert-jax glue-zip --out glue.zip runs/cola runs/sst2 runs/mnli",
-    )
-    sub.add_argument("folders", nargs="+", metavar="DIR", help="runs, whose data had test sets")
-    sub.add_argument("--out", required=True, metavar="FILE", help="zip to write")
-
-
+@verb(
+    option("folders", "DIR", "runs, whose data had test sets", nargs="+"),
+    option("--out", "FILE", "zip to write", required=True),
+)
 def _glue_zip(options) -> None:
+    """Collect test predictions into a zip for the GLUE server.
+
+    bert-jax glue-zip --out glue.zip runs/cola runs/sst2 runs/mnli
+    """
     from bert_jax.tasks import glue
 
     for line in glue.submission(options.folders, options.out):
         print(line)
 
 
-def _add_pll(sub: Parser) -> None:
-    sub.add_argument(
-        "--pll",
-        choices=("original", "word-l2r"),
-        default="original",
-        help="pseudo-log-likelihood: each word piece is masked alone (default), or together with the "
-        "rest of its word (PLL-word-l2r); does not apply to left-to-right models",
-    )
+_PLL = choice(
+    "--pll",
+    "original word-l2r",
+    "pseudo-log-likelihood: each word piece is masked alone, or together with the rest of its word "
+    "(PLL-word-l2r); does not apply to left-to-right models",
+)
+_TEXTS = (
+    _source("one text per line, .jsonl or .parquet, optionally compressed"),
+    argument("--column", default="text", help="column of .jsonl or .parquet (default text)"),
+)
 
 
-def _add_texts(sub: Parser) -> None:
-    sub.add_argument(
-        "source",
-        nargs="?",
-        default="-",
-        metavar="FILE",
-        help="one text per line, .jsonl or .parquet, optionally compressed; - (default) reads lines",
-    )
-    sub.add_argument("--column", default="text", help="column of .jsonl or .parquet (default text)")
-
-
-def add_score_sentences(verbs: Verbs) -> None:
-    """Add `bert-jax score-sentences`."""
-    sub = verbs.add(
-        "score-sentences",
-        _score_sentences,
-        "compute the (pseudo-)log-likelihood of sentences, in nats",
-        "  bert-jax score-sentences --init runs/mini sentences.txt > scores.tsv\n"
-        "  cat texts.txt | bert-jax score-sentences --init runs/mini --pll word-l2r --tokens --json -",
-        platform="",
-    )
-    _add_texts(sub)
-    add_model(sub)
-    _add_pll(sub)
-    sub.flag("--tokens", "also print the log-probability of every word piece")
-    sub.flag("--json", "print one JSON line per text (default: TSV)")
-
-
+@verb(
+    *_TEXTS,
+    *MODEL,
+    _PLL,
+    flag("--tokens", "also print the log-probability of every word piece"),
+    flag("--json", "print one JSON line per text (default: TSV)"),
+    platform="",
+)
 def _score_sentences(options) -> None:
+    """Compute the (pseudo-)log-likelihood of sentences, in nats.
 
+    bert-jax score-sentences --init runs/mini sentences.txt > scores.tsv
+    cat texts.txt | bert-jax score-sentences --init runs/mini --pll word-l2r --tokens --json -
+    """
     from bert_jax.convert.source import open_model
     from bert_jax.data.texts import read
     from bert_jax.inference.sentence_scores import SentenceScorer
@@ -145,32 +133,27 @@ def _score_sentences(options) -> None:
         sys.stdout.flush()
 
 
-def add_minimal_pairs(verbs: Verbs) -> None:
-    """Add `bert-jax minimal-pairs`."""
-    sub = verbs.add(
-        "minimal-pairs",
-        _minimal_pairs,
-        "test a model's grammar on minimal pairs: BLiMP, Zorro or your own files",
-        "  bert-jax minimal-pairs --init runs/mini --data blimp\n"
-        "  bert-jax minimal-pairs --init runs/mini --data Zorro --pairs 200 --json",
-        platform="",
-    )
-    sub.add_argument(
+@verb(
+    option(
         "--data",
+        "DIR",
+        "folders, or files, one per phenomenon: .jsonl with sentence_good and sentence_bad (BLiMP), or .txt "
+        "with a grammatical line after each ungrammatical one (Zorro)",
         nargs="+",
         required=True,
-        metavar="DIR",
-        help="folders, or files, one per phenomenon: .jsonl with sentence_good and sentence_bad "
-        "(BLiMP), or .txt with a grammatical line after each ungrammatical one (Zorro); may be "
-        "compressed",
-    )
-    add_model(sub)
-    sub.add_argument("--pairs", type=int, default=0, help="the first N of each file (default: all)")
-    _add_pll(sub)
-    sub.flag("--json", "print accuracies as JSON")
-
-
+    ),
+    *MODEL,
+    argument("--pairs", type=int, default=0, help="the first N of each file (default: all)"),
+    _PLL,
+    flag("--json", "print accuracies as JSON"),
+    platform="",
+)
 def _minimal_pairs(options) -> None:
+    """Test a model's grammar on minimal pairs: BLiMP, Zorro or your own files.
+
+    bert-jax minimal-pairs --init runs/mini --data blimp
+    bert-jax minimal-pairs --init runs/mini --data Zorro --pairs 200 --json
+    """
     from bert_jax.tools import minimal_pairs
 
     accuracies = minimal_pairs.evaluate(
@@ -188,23 +171,19 @@ def _minimal_pairs(options) -> None:
             print()
 
 
-def add_fill_mask(verbs: Verbs) -> None:
-    """Add `bert-jax fill-mask`."""
-    sub = verbs.add(
-        "fill-mask",
-        _fill_mask,
-        "fill in the [MASK]s of a text",
-        '  bert-jax fill-mask --init runs/mini "The capital of [MASK] is Paris."\n'
-        "  cat texts.txt | bert-jax fill-mask --init runs/mini --json -",
-        platform="",
-    )
-    sub.add_argument("texts", nargs="*", metavar="TEXT", help="texts; - or none reads lines")
-    add_model(sub)
-    sub.number("--top", 5, "candidates per mask")
-    sub.flag("--json", "print one JSON line per text")
-
-
+@verb(
+    option("texts", "TEXT", "texts; - or none reads lines", nargs="*"),
+    *MODEL,
+    number("--top", 5, "candidates per mask"),
+    flag("--json", "print one JSON line per text"),
+    platform="",
+)
 def _fill_mask(options) -> None:
+    """Fill in the [MASK]s of a text.
+
+    bert-jax fill-mask --init runs/mini "The capital of [MASK] is Paris."
+    cat texts.txt | bert-jax fill-mask --init runs/mini --json -
+    """
     from bert_jax.convert.source import open_model
     from bert_jax.inference.fill_mask import MaskFiller
 
@@ -217,41 +196,33 @@ def _fill_mask(options) -> None:
     for text in texts:
         masks = fill(text, options.top)
         if options.json:
-            candidates_by_mask = [[c._asdict() for c in candidates] for candidates in masks]
-            print(
-                json.dumps({"text": text, "masks": candidates_by_mask}, ensure_ascii=False),
-                flush=True,
-            )
+            line = {"text": text, "masks": [[c._asdict() for c in mask] for mask in masks]}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
             continue
         print(text)
-        for candidates in masks:
-            print(
-                "  " + "  ".join(f"{c.token} {c.probability:.1%}" for c in candidates), flush=True
-            )
+        for mask in masks:
+            print("", *(f"{c.token} {c.probability:.1%}" for c in mask), sep="  ", flush=True)
 
 
-def add_attention(verbs: Verbs) -> None:
-    """Add `bert-jax attention`."""
-    sub = verbs.add(
-        "attention",
-        _attention,
-        "show the attention within a text, in every layer and head",
-        '  bert-jax attention --init models/base --text "The bank of the river"\n'
-        '  bert-jax attention --init models/base --text "Who wrote it?" --text-b "She did." --rollout',
-        platform="",
-    )
-    add_model(sub)
-    sub.add_argument("--text", required=True, help="text; [MASK] is read as the mask token")
-    sub.add_argument("--text-b", metavar="TEXT", help="second text of a pair")
-    sub.flag("--rollout", "also show attention rollout up to each layer")
-    sub.add_argument(
-        "--out", default="attention.html", metavar="FILE",
-        help="page (.html, default %(default)s), with a .png of the same name; or image (.png, .svg or "
-        ".pdf), with a .html of the same name",
-    )  # fmt: skip
-
-
+@verb(
+    *MODEL,
+    argument("--text", required=True, help="text; [MASK] is read as the mask token"),
+    option("--text-b", "TEXT", "second text of a pair"),
+    flag("--rollout", "also show attention rollout up to each layer"),
+    option(
+        "--out",
+        "FILE",
+        "page (.html) or image (.png, .svg, .pdf); the other has the same name",
+        default="attention.html",
+    ),
+    platform="",
+)
 def _attention(options) -> None:
+    """Show the attention within a text, in every layer and head.
+
+    bert-jax attention --init models/base --text "The bank of the river"
+    bert-jax attention --init models/base --text "Who wrote it?" --text-b "She did." --rollout
+    """
     from bert_jax.convert.source import open_model
     from bert_jax.inference.attention_maps import AttentionMapper
     from bert_jax.tools.report import attention
@@ -265,125 +236,95 @@ def _attention(options) -> None:
     print(f"{paths}: {layers} layers of {heads} heads, {tokens} tokens")
 
 
-def add_embed(verbs: Verbs) -> None:
-    """Add `bert-jax embed`."""
-    sub = verbs.add(
-        "embed",
-        _embed,
-        "compute vectors of texts",
-        "  bert-jax embed --init models/minilm --out vectors.npy sentences.txt\n"
-        "  bert-jax embed --init runs/mini --pooling none --layers last4 --out tokens.parquet a.jsonl\n"
-        "  cat texts.txt | bert-jax embed --init runs/mini --out vectors.jsonl -",
-        platform="",
-    )
-    _add_texts(sub)
-    add_model(sub)
-    sub.add_argument("--out", required=True, metavar="FILE", help=".npy, .jsonl or .parquet")
-    _add_vectors(sub, "mean", "cls", "none")
-    sub.add_argument(
-        "--weights", metavar="W,W,…", help="one weight per layer: sum layers, do not concatenate"
-    )
-    sub.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to unit length"
-    )
-    sub.add_argument(
-        "--long",
-        choices=("truncate", "window"),
-        default="truncate",
-        help="truncate longer texts (default), or compute them in overlapping windows",
-    )
-    sub.add_argument(
-        "--overlap", type=int, metavar="TOKENS", help="overlap of windows (default 64)"
+def _vectors(*poolings: str) -> tuple[Argument, ...]:
+    """Return the settings of `EmbedConfig` that change which vectors texts have."""
+    one_each = ", or none: one vector per token" if "none" in poolings else ""
+    return (
+        argument(
+            "--pooling",
+            choices=poolings,
+            help=f"mean of a text's tokens, its [CLS]{one_each} (default: the setting of a sentence "
+            "encoder, else mean)",
+        ),
+        option(
+            "--layers",
+            "WHICH",
+            "last (default), second-to-last, last4, all, embeddings, or numbers such as -4,-1",
+        ),
+        argument("--tokens", type=int, help="maximum tokens per text (default: all positions)"),
+        argument("--prompt", help="put before every text (default: that of a sentence encoder)"),
     )
 
 
-def _add_vectors(sub, *poolings: str) -> None:
-    """Add the settings of `EmbedConfig` that change which vectors texts have."""
-    sub.add_argument(
-        "--pooling",
-        choices=poolings,
-        help="mean of a text's tokens, its [CLS]"
-        + (", or none: one vector per token" if "none" in poolings else "")
-        + " (default: the setting of a sentence encoder, else mean)",
-    )
-    sub.add_argument(
-        "--layers",
-        metavar="WHICH",
-        help="last (default), second-to-last, last4, all, embeddings, or numbers: 0 is the "
-        "embeddings, --layers=-4,-1 concatenates two layers",
-    )
-    sub.add_argument("--tokens", type=int, help="maximum tokens per text (default: all positions)")
-    sub.add_argument(
-        "--prompt", help="put this before every text (default: the prompt of a sentence encoder)"
-    )
-
-
-def _open_encoder(options) -> Any:
-    """Return `open_model` of the options, with their settings of vectors."""
+def _encoder(options, **settings: Any) -> Any:
+    """Return the `Embedder` of a model, with the options that change which vectors texts have."""
     from bert_jax.convert.source import open_model
+    from bert_jax.inference.embed import Embedder
 
-    opened = open_model(options.init, options.checkpoint)
+    config, vocabulary, params, _ = open_model(options.init, options.checkpoint)
     for name in ("pooling", "layers", "normalize", "tokens", "prompt"):
         if (value := getattr(options, name, None)) is not None:
-            setattr(opened.config.embed, name, value)
-    return opened
+            setattr(config.embed, name, value)
+    return Embedder(config, vocabulary, params, **settings)
 
 
+@verb(
+    *_TEXTS,
+    *MODEL,
+    option("--out", "FILE", ".npy, .jsonl or .parquet", required=True),
+    *_vectors("mean", "cls", "none"),
+    option("--weights", "W,W,…", "sum the layers with these weights"),
+    argument("--normalize", action=argparse.BooleanOptionalAction, help="scale to unit length"),
+    choice("--long", "truncate window", "truncate longer texts, or compute overlapping windows"),
+    option("--overlap", "TOKENS", "overlap of windows (default 64)", type=int),
+    platform="",
+)
 def _embed(options) -> None:
-    from bert_jax.inference.embed import Embedder, embed_file
+    """Compute vectors of texts.
 
-    config, vocabulary, params, _ = _open_encoder(options)
+    bert-jax embed --init models/minilm --out vectors.npy sentences.txt
+    bert-jax embed --init runs/mini --pooling none --layers last4 --out tokens.parquet a.jsonl
+    cat texts.txt | bert-jax embed --init runs/mini --out vectors.jsonl -
+    """
+    from bert_jax.inference.embed import embed_file
+
     if options.overlap is not None and options.long != "window":
         raise UserError("--overlap applies to windows only: add --long window")
     try:
         weights = tuple(float(w) for w in options.weights.split(",")) if options.weights else ()
     except ValueError:
-        raise UserError(
-            f"--weights {options.weights}: it must be comma-separated numbers"
-        ) from None
-    embedder = Embedder(
-        config,
-        vocabulary,
-        params,
-        long=options.long,
-        overlap_tokens=64 if options.overlap is None else options.overlap,
-        weights=weights,
-    )
+        raise UserError(f"--weights {options.weights}: it must be like 0.5,0.5") from None
+    overlap = 64 if options.overlap is None else options.overlap
+    embedder = _encoder(options, long=options.long, overlap_tokens=overlap, weights=weights)
     counts = embed_file(embedder, options.source, options.out, options.column)
     print(f"{options.out}: {counts}")
 
 
-def add_evaluate_embeddings(verbs: Verbs) -> None:
-    """Add `bert-jax evaluate-embeddings`."""
-    sub = verbs.add(
-        "evaluate-embeddings",
-        _evaluate_embeddings,
-        "score vectors of texts on similarity (STS) and retrieval (BEIR)",
-        "  bert-jax evaluate-embeddings --init models/minilm sts-test.tsv beir/scifact\n"
-        "  bert-jax evaluate-embeddings --init runs/pairs --columns question,answer faq.csv",
-        platform="",
-    )
-    sub.add_argument(
-        "data", nargs="+", metavar="FILE",
-        help="a table (.tsv, .csv, .jsonl, .parquet) with the columns sentence1, sentence2 and score, "
+@verb(
+    option(
+        "data",
+        "FILE",
+        "a table (.tsv, .csv, .jsonl, .parquet) with the columns sentence1, sentence2 and score, "
         "or anchor and positive; or a folder in BEIR's layout",
-    )  # fmt: skip
-    add_model(sub)
-    sub.add_argument(
-        "--columns",
-        metavar="A,B[,SCORE]",
-        help="columns of the tables: two texts and their similarity, or a query and a relevant text",
-    )
-    sub.add_argument(
-        "--qrels", default="test", metavar="NAME", help="file in qrels/ of a folder (default test)"
-    )
-    _add_vectors(sub, "mean", "cls")
-    sub.flag("--json", "print a JSON line for each of the data")
-
-
+        nargs="+",
+    ),
+    *MODEL,
+    option(
+        "--columns", "A,B[,SCORE]", "two texts and their similarity, or a query and a relevant text"
+    ),
+    option("--qrels", "NAME", "file in qrels/ (default test)", default="test"),
+    *_vectors("mean", "cls"),
+    flag("--json", "print a JSON line for each of the data"),
+    platform="",
+)
 def _evaluate_embeddings(options) -> None:
+    """Score vectors of texts on similarity (STS) and retrieval (BEIR).
+
+    bert-jax evaluate-embeddings --init models/minilm sts-test.tsv beir/scifact
+    bert-jax evaluate-embeddings --init runs/pairs --columns question,answer faq.csv
+    """
     from bert_jax.config.schema import TaskConfig
-    from bert_jax.inference.embed import Embedder, evaluate
+    from bert_jax.inference.embed import evaluate
 
     similarity, pair = TaskConfig().similarity, ("anchor", "positive")
     if options.columns is not None:
@@ -391,8 +332,7 @@ def _evaluate_embeddings(options) -> None:
         if len(columns) not in (2, 3):
             raise UserError(f"--columns {options.columns}: it must be two or three names")
         similarity, pair = (columns, ()) if len(columns) == 3 else ((), columns)
-    config, vocabulary, params, _ = _open_encoder(options)
-    embedder = Embedder(config, vocabulary, params)
+    embedder = _encoder(options)
     for path in options.data:
         scores = evaluate(embedder, path, similarity, pair, options.qrels)
         if options.json:

@@ -5,37 +5,30 @@ import os
 from typing import Any
 
 from bert_jax.cli.common import (
-    Parser,
-    Verbs,
-    add_checkpoint_option,
-    add_config,
-    add_start,
+    CHECKPOINT,
+    CONFIG,
+    START,
+    WORKDIR,
+    choice,
+    flag,
     load_config,
     machine_output,
+    number,
     open_start,
+    option,
     print_next,
+    repeatable,
+    verb,
 )
 from bert_jax.errors import UserError
 
-
-def _add_run(sub: Parser) -> None:
-    add_config(sub)
-    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    sub.add_argument(
-        "--resume",
-        choices=("auto", "force"),
-        default="auto",
-        help="force: resume even if the config differs from the run's",
-    )
-    sub.add_argument(
-        "--teacher",
-        metavar="DIR",
-        help="distill this model: set config.distill.teacher to a run, an imported checkpoint, or a "
-        "Hugging Face folder or name",
-    )
-    sub.flag(
-        "--json", "print metrics as JSON lines to standard output, and all else to standard error"
-    )
+_RUN = (
+    *CONFIG,
+    WORKDIR,
+    choice("--resume", "auto force", "force: resume even if the config differs from the run's"),
+    option("--teacher", "DIR", "distill this model (config.distill.teacher)"),
+    flag("--json", "print metrics as JSON lines to standard output, all else to standard error"),
+)
 
 
 def _start(options) -> Any:
@@ -51,30 +44,22 @@ def _start(options) -> Any:
     return config
 
 
-def add_pretrain(verbs: Verbs) -> None:
-    """Add `bert-jax pretrain`."""
-    sub = verbs.add(
-        "pretrain",
-        _pretrain,
-        "pretrain a model on rows",
-        "  bert-jax pretrain --config configs/pretrain.py:mini,128 --rows rows128 --workdir runs/mini \\\n"
-        "    --config.steps=20000 --config.optim.learning_rate=5e-4\n"
-        "  bert-jax pretrain --config continued:128 --init bert-base-uncased --rows rows128 --workdir runs/mine\n\n"
-        "Run the same command again to resume from the newest checkpoint.\n"
-        "exit status: 0 done, 2 user error, 75 state saved after a signal",
-        takes_config=True,
-    )
-    sub.repeatable("--rows", "DIR", "rows of each phase, in order")
-    add_start(sub)
-    sub.add_argument(
-        "--cache",
-        metavar="DIR",
-        help="folder for copies of rows on object storage (default ~/.cache/bert_jax_storage)",
-    )
-    _add_run(sub)
-
-
+@verb(
+    repeatable("--rows", "DIR", "rows of each phase, in order"),
+    *START,
+    option("--cache", "DIR", "folder for copies of rows on object storage"),
+    *_RUN,
+)
 def _pretrain(options) -> None:
+    r"""Pretrain a model on rows.
+
+    bert-jax pretrain --config configs/pretrain.py:mini,128 --rows rows128 --workdir runs/mini \
+      --config.steps=20000 --config.optim.learning_rate=5e-4
+    bert-jax pretrain --config continued:128 --init bert-base-uncased --rows rows128 --workdir runs/mine
+
+    Run the same command again to resume from the newest checkpoint.
+    exit status: 0 done, 2 user error, 75 state saved after a signal
+    """
     if options.cache:
         os.environ["BERT_JAX_STORAGE_CACHE"] = options.cache
     config = _start(options)
@@ -101,38 +86,29 @@ def _pretrain(options) -> None:
         print_next(options, ["fill-mask", "--init", options.workdir, "The [MASK] of the day."])
 
 
-def add_finetune(verbs: Verbs) -> None:
-    """Add `bert-jax finetune`."""
-    sub = verbs.add(
-        "finetune",
-        _finetune,
-        "fine-tune a checkpoint on a task",
-        "  bert-jax finetune --config configs/glue.py:rte --data GLUE --init runs/base --workdir runs/rte\n"
-        "  bert-jax finetune --config configs/table.py --config.task.train=train.csv \\\n"
-        "    --config.task.dev=dev.csv --init bert-base-uncased --workdir runs/mine --seeds 5\n\n"
-        "Run the same command again to resume from the newest checkpoint.\n"
-        "exit status: as for pretrain",
-        takes_config=True,
-    )
-    sub.add_argument(
+@verb(
+    option(
         "--init",
+        "DIR",
+        "a run, a checkpoint, a Hugging Face folder or name, or none",
         required=True,
-        metavar="DIR",
-        help="a run, an imported checkpoint, or a Hugging Face folder or name; "
-        "none: random parameters",
-    )
-    add_checkpoint_option(sub)
-    sub.add_argument(
-        "--data", metavar="DIR", help="set config.task.data: folder of a benchmark, or tfds"
-    )
-    sub.add_argument("--vocab", default="", metavar="DIR", help="vocabulary, for --init none")
-    sub.number("--seeds", 1, "train N seeds and report mean, standard deviation and best")
-    _add_run(sub)
-
-
+    ),
+    CHECKPOINT,
+    option("--data", "DIR", "set config.task.data: folder of a benchmark, or tfds"),
+    option("--vocab", "DIR", "vocabulary, for --init none", default=""),
+    number("--seeds", 1, "train N seeds and report mean, standard deviation and best", least=1),
+    *_RUN,
+)
 def _finetune(options) -> None:
-    if options.seeds < 1:
-        raise UserError(f"--seeds {options.seeds}: it must be 1 or more")
+    r"""Fine-tune a checkpoint on a task.
+
+    bert-jax finetune --config configs/glue.py:rte --data GLUE --init runs/base --workdir runs/rte
+    bert-jax finetune --config configs/table.py --config.task.train=train.csv \
+      --config.task.dev=dev.csv --init bert-base-uncased --workdir runs/mine --seeds 5
+
+    Run the same command again to resume from the newest checkpoint.
+    exit status: as for pretrain
+    """
     config = _start(options)
 
     from bert_jax.config import flags
@@ -161,24 +137,20 @@ def _finetune(options) -> None:
         print_next(options, ["predict", "--workdir", folder, "--out", "predictions", "FILE"])
 
 
-def add_evaluate(verbs: Verbs) -> None:
-    """Add `bert-jax evaluate`."""
-    sub = verbs.add(
-        "evaluate",
-        _evaluate,
-        "evaluate a run on held-out data",
-        "  bert-jax evaluate --workdir runs/mini --rows rows128\n"
-        "  bert-jax evaluate --workdir runs/rte",
-        platform="",
-    )
-    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    sub.add_argument("--rows", metavar="DIR", help="rows (default: those of the last phase)")
-    add_checkpoint_option(sub)
-    sub.flag("--all", "use all held-out rows, not only the run's subset")
-    sub.flag("--json", "print JSON")
-
-
+@verb(
+    WORKDIR,
+    option("--rows", "DIR", "rows (default: those of the last phase)"),
+    CHECKPOINT,
+    flag("--all", "use all held-out rows, not only the run's subset"),
+    flag("--json", "print JSON"),
+    platform="",
+)
 def _evaluate(options) -> None:
+    """Evaluate a run on held-out data.
+
+    bert-jax evaluate --workdir runs/mini --rows rows128
+    bert-jax evaluate --workdir runs/rte
+    """
     from bert_jax.config.schema import FinetuneConfig
     from bert_jax.runs import workdir
 
@@ -186,11 +158,7 @@ def _evaluate(options) -> None:
         from bert_jax.inference import predict
 
         if options.rows or options.all:
-            raise UserError(
-                f"--rows and --all: only for pretraining runs; {options.workdir} is a fine-tuning "
-                "run, which is evaluated on all data of its task"
-            )
-
+            raise UserError(f"--rows and --all: {options.workdir} is not a pretraining run")
         summary = predict.evaluate_run(options.workdir, which=options.checkpoint)
         print(json.dumps(summary) if options.json else predict.format_metrics(summary))
         return
