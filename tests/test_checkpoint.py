@@ -457,7 +457,7 @@ def test_saves_slower_than_their_interval_do_not_overlap(tmp_path, monkeypatch):
     assert checkpoints.steps() == [1, 2, 3, 4, 5]
     for number in checkpoints.steps():
         assert manifests.find_damage(tmp_path / str(number)) is None
-        result = checkpoints.restore_params(number, jax.eval_shape(lambda: PARAMS))
+        result, _ = checkpoints.restore(number, jax.eval_shape(lambda: PARAMS))
         jax.tree.map(np.testing.assert_array_equal, result, params_of(number))
     checkpoints.close()
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import google_crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ from bert_jax.data.rows import read_manifest
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.runs import checkpoint, manifests, workdir
-from bert_jax.storage import copies, files
+from bert_jax.storage import copies
 from bert_jax.storage import lease as lease_lib
 from tests.helpers import processes
 from tests.helpers.objects import serve
@@ -119,7 +120,7 @@ def test_object_operations(url):
     storage.write(f"{url}/folder/b", b"0123456789")
     stats = storage.listing(url)
     assert {name: stat.size for name, stat in stats.items()} == {"a": 5, "folder/b": 10}
-    crc, md5 = files.Crc32c(b"first").hexdigest(), hashlib.md5(b"first").hexdigest()
+    crc, md5 = f"{google_crc32c.value(b'first'):08x}", hashlib.md5(b"first").hexdigest()
     assert stats["a"].checksum == (f"crc32c:{crc}" if url.startswith("gs") else f"md5:{md5}")
     assert storage.read_ranges([(f"{url}/folder/b", 2, 5), (f"{url}/a", 0, 2)]) == [b"234", b"fi"]
     storage.move(f"{url}/folder", f"{url}/moved")
@@ -187,15 +188,12 @@ def test_status_codes_of_tensorstore(kind, codes):
 
 
 @on_both
-def test_a_silent_server_is_reported_once_and_given_up(server, url, monkeypatch, capfd):
+def test_a_silent_server_is_given_up(server, url, monkeypatch):
     monkeypatch.setattr(storage.objects, "_DEADLINE_SECONDS", 1.0)
-    monkeypatch.setattr(storage.objects, "_QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(storage.objects, "_last_quiet", [-100.0])
     server.proxy.silent_every = 1
     for call in (storage.listing, storage.read, lambda url: storage.write(url, b"")):
         with pytest.raises(Unavailable, match=url):
             call(f"{url}/a")
-    assert capfd.readouterr().err.count(url) == 1
 
 
 def test_a_repeated_part_of_an_upload_is_refused(server, url, tmp_path):
@@ -624,7 +622,7 @@ def test_damaged_checkpoints_are_set_aside(url, capfd):
         assert any(name.startswith("4/") for name in storage.listing(f"{url}/damaged"))
         left = checkpoint.Checkpoints(folder / "checkpoints", config, identity=identity)
         assert left.steps() == [1]
-        restored = left.restore_params(1, jax.eval_shape(lambda: {"a": jnp.ones(50)}))
+        restored, _ = left.restore(1, jax.eval_shape(lambda: {"a": jnp.ones(50)}))
         np.testing.assert_array_equal(restored["a"], np.arange(50.0) + 1)
         left.close()
         storage.delete([f"{checkpoints}/{name}" for name in storage.listing(checkpoints)])

@@ -4,6 +4,7 @@ The folder of a step exists completely or not at all, with a manifest (`bert_jax
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 import shutil
@@ -72,22 +73,16 @@ def move_damaged(folder: pathlib.Path) -> None:
     """Move damaged checkpoints to `WORKDIR/damaged` before a run resumes, and report them.
 
     Checkpoints are verified completely from the newest down to the first intact one. Of older ones
-    only the metrics are verified, which decide whether they are kept.
-
-    Args:
-        folder: the workdir; no other process may use it.
+    only the metrics are verified, which decide whether they are kept. No other process may use the folder.
     """
     checkpoints, damaged_folder, newest = folder / "checkpoints", folder / "damaged", None
     if not storage.remote(checkpoints) and checkpoints.exists() and not checkpoints.is_dir():
-        raise UserError(
-            f"{checkpoints} is a file, not a folder: restore it, or choose another workdir"
-        )
+        raise UserError(f"{checkpoints} is a file: restore the folder, or choose another workdir")
     damaged, identity = {}, workdir.read_identity(folder)
     committed = manifests.committed(checkpoints)
     for step, path in reversed(committed.items()):
         items = None if newest is None else [METRICS]
-        description = manifests.find_damage(path, items, identity)
-        if description:
+        if description := manifests.find_damage(path, items, identity):
             damaged[step] = description
         elif newest is None:
             newest = step
@@ -99,7 +94,11 @@ def move_damaged(folder: pathlib.Path) -> None:
     if newest is None and (is_missing or _exists(damaged_folder) or _exists(checkpoints / _SAVED)):
         raise UserError(f"the run in {folder} has lost its checkpoints: restore one, or {advice}")
     for step, description in damaged.items():
-        target = _move_aside(committed[step], damaged_folder)
+        if url := storage.remote(committed[step]):
+            target = f"{storage.remote(damaged_folder)}/{committed[step].name}"
+            storage.move(url, target)
+        else:
+            target = files.move_aside(committed[step], damaged_folder)
         print(
             f"the checkpoint of step {step:,} is damaged ({description}): moved to {target}; "
             f"resuming from step {newest:,}",
@@ -110,14 +109,6 @@ def move_damaged(folder: pathlib.Path) -> None:
         manifest = manifests.read_manifest(committed[newest])
         if isinstance(manifest, dict) and "metrics" in manifest:
             workdir.repair_metrics(folder, newest, manifest["metrics"])
-
-
-def _move_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path | str:
-    if not (url := storage.remote(path)):
-        return files.move_aside(path, folder)
-    target = f"{storage.remote(folder)}/{path.name}"
-    storage.move(url, target)
-    return target
 
 
 class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -223,8 +214,7 @@ class Checkpoints:
     Args:
         folder: `WORKDIR/checkpoints`, created if necessary.
         config: which checkpoints to keep.
-        best_by: held-out metric that ranks checkpoints.
-        highest: whether higher values of the metric are better.
+        best_by, highest: held-out metric that ranks checkpoints, and whether higher values are better.
         since: rank only checkpoints from this step on (see `workdir.comparable_since`).
         identity: saved with every step and checked (see `workdir.read_identity`).
         owner: on object storage, the token of the lease (`storage.push`), the same in all processes.
@@ -307,18 +297,13 @@ class Checkpoints:
     ) -> None:
         """Start saving a step in the background; return once the arrays are copied.
 
-        Args:
-            step: step number.
-            params: model parameters.
-            training: the rest of the training state; None for a model without a run.
-            heldout: held-out metrics at this step; None if it was not evaluated.
-            metrics_checksum: checksum of metrics.jsonl, from `Log.sync`.
+        `training` is the rest of the training state, `heldout` the held-out metrics at this step, and
+        `metrics_checksum` that of metrics.jsonl, from `Log.sync`; each is None if there is none.
         """
-        items = {PARAMS: params} if training is None else {PARAMS: params, TRAINING: training}
         args = ocp.args.Composite(
             **{
                 name: ocp.args.PyTreeSave(item, ocdbt_target_data_file_size=_DATA_FILE_BYTES)
-                for name, item in items.items()
+                for name, item in _items(params, training)
             }
         )
         self._facts[step] = dict(self._identity)
@@ -337,26 +322,29 @@ class Checkpoints:
         """Check that the files of `items` at a step are intact."""
         if description := manifests.find_damage(self.folder_of(step), items, self._identity):
             others = ", ".join(str(other) for other in self.steps() if other != step)
-            raise UserError(
-                f"the checkpoint of step {step} in {self.folder} is damaged ({description}): "
-                + (f"choose another step ({others})" if others else "there is no other step")
-            )
+            advice = f"choose another step ({others})" if others else "there is no other step"
+            what = f"the checkpoint of step {step} in {self.folder} is damaged ({description})"
+            raise UserError(f"{what}: {advice}")
 
-    def restore(self, step: int, params: Params, training: Any) -> tuple[Params, Any]:
-        """Restore a step with the shapes and shardings given (`jax.ShapeDtypeStruct`)."""
+    def restore(self, step: int, params: Params, training: Any = None) -> tuple[Params, Any]:
+        """Restore a step with the shapes and shardings given (`jax.ShapeDtypeStruct`).
+
+        Without those of `training`, restore only the parameters.
+        """
         args = ocp.args.Composite(
-            **{PARAMS: _restore_args(params), TRAINING: _restore_args(training)}
+            **{
+                name: ocp.args.PyTreeRestore(
+                    shapes,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+                    partial_restore=training is None,
+                )
+                for name, shapes in _items(params, training)
+            }
         )
         with self._errors(f"restore step {step} from"):
             self._manager.wait_until_finished()  # it may still be saved
             restored = self._manager.restore(step, args=args)
-        return restored[PARAMS], restored[TRAINING]
-
-    def restore_params(self, step: int, params: Params) -> Params:
-        """Restore those parameters of a step that `params` has, with its shapes and shardings."""
-        args = ocp.args.Composite(**{PARAMS: _restore_args(params, partial_restore=True)})
-        with self._errors(f"restore step {step} from"):
-            return self._manager.restore(step, args=args)[PARAMS]
+        return restored[PARAMS], restored.get(TRAINING)
 
     def best_step(self) -> int:
         """Return the step with the best held-out metric, or the newest if none is ranked.
@@ -387,27 +375,19 @@ class Checkpoints:
                 yield
         except UserError:
             raise
-        except OSError as error:
-            raise UserError(f"{action}: {files.format_error(error)}") from error
         except Exception as error:
             # TensorStore reports system errors and those of object storage as the text of a
             # ValueError.
-            text = " ".join(str(error).split())
+            text = " ".join(str(error).split())[:500]
             is_exhausted = "RESOURCE_EXHAUSTED" in text and "Out of memory" not in text
             if "No space left" in text or is_exhausted:
-                raise UserError(
-                    f"{action}: the disk is full; free some space and run the same command again to "
-                    "resume from the newest complete checkpoint"
-                ) from error
-            raise UserError(f"{action}: {text[:500]}") from error
+                error = OSError(errno.ENOSPC, text)
+            what = files.format_error(error) if isinstance(error, OSError) else text
+            raise UserError(f"{action}: {what}") from error
 
 
-def _restore_args(shapes: Any, partial_restore: bool = False) -> ocp.args.PyTreeRestore:
-    """Return arguments that restore a tree with the shapes and shardings of `shapes`."""
-    restore_args = ocp.checkpoint_utils.construct_restore_args(shapes)
-    return ocp.args.PyTreeRestore(
-        shapes, restore_args=restore_args, partial_restore=partial_restore
-    )
+def _items(params: Params, training: Any) -> list[tuple[str, Any]]:
+    return [(PARAMS, params)] + [(TRAINING, training)] * (training is not None)
 
 
 def abstract(tree: Any, sharding: Any) -> Any:
@@ -429,16 +409,10 @@ def kept_steps(folder: str | pathlib.Path) -> list[int]:
 def load_model(
     folder: str | pathlib.Path, which: str = "best"
 ) -> tuple[TrainConfig, Vocabulary, Params, int]:
-    """Load the model of a workdir.
+    """Return the config, vocabulary, parameters and step of a checkpoint of a workdir.
 
-    Args:
-        folder: the workdir.
-        which: "best" (by the held-out metric of its task, on the rows of the last phase), "latest",
-            or a step number.
-
-    Returns:
-        The config (with attention set to "xla", which runs anywhere), vocabulary, parameters (with
-        adapters merged) and step.
+    `which` is "best" (by the held-out metric of its task, on the rows of the last phase), "latest", or a
+    step number. Attention is set to "xla", which runs anywhere, and adapters are merged.
     """
     config = workdir.read_config(folder)
     config.model.attention = "xla"
@@ -457,13 +431,11 @@ def load_model(
     elif which.isdigit() and int(which) in steps:
         step = int(which)
     else:
-        choices = ", ".join(map(str, steps))
-        raise UserError(
-            f"{folder} has no checkpoint {which!r}: choose best, latest, or a step of {choices}"
-        )
+        choices = ", ".join(map(str, ["best", "latest", *steps]))
+        raise UserError(f"{folder} has no checkpoint {which!r}: choose one of {choices}")
     checkpoints.verify(step, PARAMS)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = checkpoints.restore_params(step, abstract(shapes(config.model), sharding))
+    params, _ = checkpoints.restore(step, abstract(shapes(config.model), sharding))
     checkpoints.close()
     if config.model.lora.rank:
         params = merge_lora(params, config.model.lora)

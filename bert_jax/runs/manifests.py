@@ -39,21 +39,15 @@ def _stats(folder: pathlib.Path) -> dict[str, storage.Stat]:
 
 
 def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
-    """Write and sync the manifest of a step's folder: facts, size and checksum of every other file.
-
-    Args:
-        folder: folder of the step, perhaps with a temporary name.
-        facts: its `step`, and what `Checkpoints.save` adds.
-    """
+    """Write and sync the manifest of a step's folder: `facts`, size and checksum of every other file."""
     stats, url = _stats(folder), storage.remote(folder)
+
+    def entry(name: str) -> list[Any]:
+        size, checksum = stats[name]
+        return [size, checksum or f"crc32c:{files.crc32c(folder / name)}"]
+
     with futures.ThreadPoolExecutor() as pool:
-        checksums = pool.map(
-            lambda name: stats[name].checksum or f"crc32c:{files.crc32c(folder / name)}", stats
-        )
-        entries = {
-            name: [stat.size, checksum]
-            for (name, stat), checksum in zip(stats.items(), checksums, strict=True)
-        }
+        entries = dict(zip(stats, pool.map(entry, stats), strict=True))
     content = {**facts, "files": entries}
     manifest = {"sha256": _digest(content), **content}
     if url:
@@ -70,11 +64,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any] | str:
-    """Return the manifest of a step's folder, or a description of what is wrong with it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the manifest of a step's folder, or a description of what is wrong with it."""
     try:
         if url := storage.remote(folder / MANIFEST):
             if not storage.is_file(url):
@@ -104,71 +94,48 @@ def find_damage(
     items: Collection[str] | None = None,
     identity: Mapping[str, str] | None = None,
 ) -> str | None:
-    """Describe what is wrong with a step's folder; return None if nothing is.
+    """Describe what is wrong with a step's folder in `WORKDIR/checkpoints`; return None if nothing is.
 
-    Args:
-        folder: its folder in `WORKDIR/checkpoints`.
-        items: check only these items and files outside any item; None checks everything.
-        identity: what it must have been saved with (see `workdir.read_identity`).
+    With `items`, only these and files outside any item are checked. `identity` is what the step must have
+    been saved with (see `workdir.read_identity`).
     """
     with files.one_line_errors(f"cannot read {folder}"):
         manifest = read_manifest(folder)
         if isinstance(manifest, str):
             return manifest
-        entries = manifest["files"]
         if manifest["step"] != step_of(folder.name):
             return f"it is a copy of step {manifest['step']}"
         for name, value in (identity or {}).items():
             if manifest.get(name) != value:
-                return (
-                    f"it is of a run with another {name}"
-                    if name != "run"
-                    else "it is another run's"
-                )
-        stats = _stats(folder)
-        names = [
-            name
-            for name in sorted(entries.keys() | stats.keys())
-            if items is None or "/" not in name or name.split("/")[0] in items
-        ]
-        for name in names:
+                return f"it is of another {name}"
+        entries, stats = manifest["files"], _stats(folder)
+
+        def damage_of(name: str) -> str | None:
             if name not in stats:
                 return f"{name} is missing"
             if name not in entries:
                 return f"{name} is not in {MANIFEST}"
             if stats[name].size != entries[name][0]:
                 return f"{name} has {stats[name].size:,} bytes instead of {entries[name][0]:,}"
+            checksum, computed = entries[name][1], stats[name].checksum  # by object storage, or ""
+            kind = checksum.rpartition(":")[0]
+            if (computed or kind == "etag") and computed.rpartition(":")[0] != kind:
+                return None  # of a run that was copied there; no more than its size is verified
+            try:
+                path = folder / name
+                of_kind = files.md5 if kind == "md5" else files.crc32c
+                computed = computed or f"{kind}:{of_kind(path)}"
+            except OSError as error:
+                if error.errno != errno.EIO:  # EIO: bad sectors, which count as damage
+                    raise
+                return f"{name} cannot be read ({error.strerror})"
+            return None if computed == checksum else f"{name} fails its checksum"
+
+        names = sorted(entries.keys() | stats.keys())
+        if items is not None:
+            names = [name for name in names if "/" not in name or name.split("/")[0] in items]
         with futures.ThreadPoolExecutor() as pool:
-            results = pool.map(
-                lambda name: _file_damage(
-                    folder / name, name, entries[name][1], stats[name].checksum
-                ),
-                names,
-            )
-            return next(filter(None, results), None)
-
-
-def _file_damage(path: pathlib.Path, name: str, checksum: str, remote: str) -> str | None:
-    """Verify the checksum of a file; return a description of the damage, or None.
-
-    Args:
-        path: path of the file.
-        name: its name for the message.
-        checksum: checksum in the manifest.
-        remote: checksum that object storage computed, or "". Another kind than the manifest's, as of
-            a run that was copied there, is not verified beyond the size.
-    """
-    kind = checksum.rpartition(":")[0]
-    if remote or kind == "etag":
-        is_same_kind = remote.rpartition(":")[0] == kind
-        return f"{name} fails its checksum" if is_same_kind and remote != checksum else None
-    try:
-        computed = f"{kind}:{files.md5(path) if kind == 'md5' else files.crc32c(path)}"
-    except OSError as error:
-        if error.errno != errno.EIO:  # EIO: bad sectors, which count as damage
-            raise
-        return f"{name} cannot be read ({error.strerror})"
-    return None if computed == checksum else f"{name} fails its checksum"
+            return next(filter(None, pool.map(damage_of, names)), None)
 
 
 def committed(folder: pathlib.Path) -> dict[int, pathlib.Path]:

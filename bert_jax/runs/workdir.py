@@ -31,6 +31,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import google_crc32c
 import jax
 
 import bert_jax
@@ -68,7 +69,7 @@ class JsonlFile:
             if path.exists():
                 files.write(path, content)
             self._file = open(path, "ab")  # noqa: SIM115 (open during the whole run)
-        self._content = files.Crc32c(content)
+        self._crc = google_crc32c.Checksum(content)
 
     def append(self, line: dict[str, Any]) -> None:
         """Write a line."""
@@ -76,7 +77,7 @@ class JsonlFile:
         with files.one_line_errors(f"cannot write {self._file.name}"):
             self._file.write(content)
             self._file.flush()
-        self._content.update(content)
+        self._crc.update(content)
 
     def close(self) -> None:
         """Close the file."""
@@ -92,7 +93,7 @@ class JsonlFile:
     @property
     def checksum(self) -> str:
         """Checksum of the whole file."""
-        return self._content.hexdigest()
+        return self._crc.digest().hex()
 
 
 def _lines_up_to(path: pathlib.Path, last_step: int) -> bytes:
@@ -104,25 +105,19 @@ def _lines_up_to(path: pathlib.Path, last_step: int) -> bytes:
 def repair_metrics(workdir: pathlib.Path, step: int, checksum: str) -> None:
     """Check metrics.jsonl against the checkpoint that a run resumes from.
 
-    If it is damaged, its readable lines are kept, the damaged file is moved to `damaged`, and a line
-    on standard error says so.
-
-    Args:
-        workdir: the locked folder.
-        step: step of the checkpoint.
-        checksum: `JsonlFile.checksum` when the checkpoint was saved.
+    If it is damaged (its `checksum` when the checkpoint of `step` was saved is another), its readable
+    lines are kept, the damaged file is moved to `damaged`, and a line on standard error says so.
     """
     path = workdir / "metrics.jsonl"
     content = _lines_up_to(path, step)
-    if files.Crc32c(content).hexdigest() == checksum:
+    if google_crc32c.Checksum(content).digest().hex() == checksum:
         return
+    fate = "missing"
     if path.exists():
         target = files.move_aside(path, workdir / "damaged")
         files.write(path, content)
         kept = len(content.splitlines())
         fate = f"moved to {target}, and the {kept} lines that can be read were kept"
-    else:
-        fate = "missing"
     print(
         f"{path}: lines up to step {step:,}, from which the run resumes, were lost or changed: the "
         f"file is {fate}; training is not affected, but curves and early stopping may be",
@@ -145,10 +140,8 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     lines = []
     for text in content.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            if isinstance(line, dict):
-                lines.append(line)
-    return lines
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def read_steps(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -162,8 +155,7 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
     content = _read_config_json(workdir)
     if "config" not in content:
         raise UserError(
-            f"{workdir} holds no run: its config.json is not of this project; import a checkpoint with "
-            "`bert-jax import`"
+            f"{workdir} holds no run: its config.json is of another project; see `bert-jax import`"
         )
     try:
         config = config_lib.from_dict(content["config"])
@@ -171,8 +163,7 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
         return config
     except (UserError, RecursionError) as error:
         raise UserError(
-            f"cannot read {workdir}/config.json: {error}; use the version of bert_jax that wrote it, "
-            "or train again"
+            f"cannot read {workdir}/config.json: {error}; use the version of bert_jax that wrote it"
         ) from None
 
 
@@ -183,15 +174,14 @@ def _read_config_json(folder: str | pathlib.Path) -> dict[str, Any]:
             raise OSError("it is not a file")
         with path.open("rb") as file:
             content = json.loads(whole(file, path))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        return content
     except FileNotFoundError:
         raise UserError(f"{folder} holds no run: it has no config.json") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {files.format_error(error)}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"cannot read {path}: it is not a JSON object")
-    return content
+    except (OSError, ValueError, RecursionError) as error:
+        what = files.format_error(error) if isinstance(error, OSError) else error
+        raise UserError(f"cannot read {path}: {what}") from None
 
 
 @storage.with_local_inputs("folder")
@@ -213,8 +203,7 @@ def first_start(folder: pathlib.Path) -> str:
 def read_identity(folder: str | pathlib.Path) -> dict[str, str]:
     """Return what a run's checkpoints must have been saved with.
 
-    Returns:
-        `run`, a digest of what the run began with, and the `vocabulary`'s SHA-256.
+    It is `run`, a digest of what the run began with, and the `vocabulary`'s SHA-256.
     """
     match _read_config_json(folder):
         case {"run": str() as run, "vocabulary": {"sha256": str() as sha256}}:
@@ -224,8 +213,7 @@ def read_identity(folder: str | pathlib.Path) -> dict[str, str]:
 
 def _unreadable(folder: str | pathlib.Path, what: str) -> UserError:
     return UserError(
-        f"{folder}/config.json does not say {what}: it is damaged, or of another version of bert_jax; "
-        "copy the run again, or use that version"
+        f"{folder}/config.json does not say {what}: copy the run again, or use the version that wrote it"
     )
 
 
@@ -233,19 +221,13 @@ def comparable_since(config: TrainConfig, data: Sequence[Mapping[str, Any]]) -> 
     """Return the first step whose held-out metrics are comparable with those at the end of the run.
 
     Losses on rows of different lengths are not: only the last phases on the same rows count. A step at
-    the end of a phase is evaluated on that phase's rows.
-
-    Args:
-        config: config of the run.
-        data: description of each phase's rows, as for `write_or_check_config`.
+    the end of a phase is evaluated on that phase's rows. `data` is as for `write_or_check_config`.
     """
     if not isinstance(config, config_lib.Config) or len(data) != len(config.phases):
         return 0
     starts = [0, *config_lib.phase_ends(config)]
-    i = len(data) - 1
-    while i and data[i - 1]["digest"] == data[-1]["digest"]:
-        i -= 1
-    return starts[i] + 1 if i else 0
+    others = [i for i, rows in enumerate(data) if rows["digest"] != data[-1]["digest"]]
+    return starts[others[-1] + 1] + 1 if others else 0
 
 
 @storage.with_local_inputs("folder")
@@ -266,16 +248,12 @@ def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
     raise _unreadable(folder, "what the data are")
 
 
-def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return what identifies a vocabulary in config.json: its checksum and settings."""
-    return {"sha256": vocabulary.sha256, **vocabulary.settings}
-
-
 @storage.with_local_inputs("folder")
 def read_vocabulary(folder: str | pathlib.Path) -> Vocabulary:
     """Load the vocabulary of a run, and check that it is the one it was trained with."""
     vocabulary = vocabularies.load(folder)
-    if _read_config_json(folder).get("vocabulary") != _describe_vocabulary(vocabulary):
+    known = {"sha256": vocabulary.sha256, **vocabulary.settings}
+    if _read_config_json(folder).get("vocabulary") != known:
         raise UserError(
             f"{folder}: {vocabulary.file} or its settings is not the vocabulary that the model was "
             "trained with: copy both from its rows, or from an export of the model"
@@ -286,19 +264,12 @@ def read_vocabulary(folder: str | pathlib.Path) -> Vocabulary:
 
 
 class Provenance(NamedTuple):
-    """Provenance of a model, as far as its folder records it.
+    """Provenance of a model, as far as its folder records it."""
 
-    Attributes:
-        imported: for an imported checkpoint, `convert.source.Imported.about`.
-        data: description of the rows of each phase.
-        starts: lines of starts.jsonl.
-        heldout: held-out metrics at the step.
-    """
-
-    imported: dict[str, Any] | None
-    data: list[dict[str, Any]]
-    starts: list[dict[str, Any]]
-    heldout: dict[str, Any] | None
+    imported: dict[str, Any] | None  # of an imported checkpoint, `convert.source.Imported.about`
+    data: list[dict[str, Any]]  # description of the rows of each phase
+    starts: list[dict[str, Any]]  # lines of starts.jsonl
+    heldout: dict[str, Any] | None  # held-out metrics at the step
 
 
 @storage.with_local_inputs("folder")
@@ -309,12 +280,8 @@ def read_provenance(folder: str | pathlib.Path, step: int) -> Provenance:
     folder = pathlib.Path(folder)
     starts, metrics = (read_steps(folder / name) for name in ("starts.jsonl", "metrics.jsonl"))
     heldout = [m for m in metrics if m.get("split") == "heldout" and m["step"] == step]
-    return Provenance(
-        _read_config_json(folder).get("imported"),
-        read_data(folder),
-        starts,
-        heldout[-1] if heldout else None,
-    )
+    imported = _read_config_json(folder).get("imported")
+    return Provenance(imported, read_data(folder), starts, heldout[-1] if heldout else None)
 
 
 def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
@@ -378,13 +345,17 @@ def write_or_check_config(
             it is the user's own; `teacher`, a digest of the teacher's parameters.
         best: metric that ranks checkpoints, and whether higher is better.
         force: accept a changed config.
-        vocabulary: vocabulary of the run.
-        imported: for an imported checkpoint, `convert.source.Imported.about`.
+        vocabulary, imported: of the run; of an imported checkpoint, `convert.source.Imported.about`.
     """
     path = workdir / "config.json"
     new = config_lib.flatten(config)
-    content = {"config": config_lib.to_dict(config), "data": data, "best": best}
-    content["vocabulary"] = _describe_vocabulary(vocabulary)
+    known = {"sha256": vocabulary.sha256, **vocabulary.settings}
+    content = {
+        "config": config_lib.to_dict(config),
+        "data": data,
+        "best": best,
+        "vocabulary": known,
+    }
     if imported:
         content["imported"] = imported
     if path.exists():
@@ -395,14 +366,13 @@ def write_or_check_config(
             if old.get(key) != new.get(key) and _matters(key)
         ]
         saved_data = read_data(workdir)
-        if [rows["digest"] for rows in saved_data] != [rows["digest"] for rows in data]:
-            differ.append("the rows are not those that the run began with")
         for key, problem in (
+            ("digest", "the rows are not those that the run began with"),
             ("objective", "it began with another objective"),
             ("teacher", "its teacher had other parameters"),
             ("start", "it began from another checkpoint (--init)"),
         ):
-            if any(a.get(key) != b.get(key) for a, b in zip(saved_data, data, strict=False)):
+            if [rows.get(key) for rows in saved_data] != [rows.get(key) for rows in data]:
                 differ.append(problem)
         if differ and not force:
             raise UserError(
@@ -459,11 +429,6 @@ def require_same_kind(folder: pathlib.Path, seeds: int) -> None:
     """Refuse to mix a run of one seed with runs of several: both write the same metrics.json."""
     seed_configs = sorted(folder.glob("seed_*/config.json"))
     if seed_configs and seeds == 1:
-        raise UserError(
-            f"{folder} holds runs of several seeds ({seed_configs[0].parent.name}, …): add --seeds, "
-            "or choose another workdir"
-        )
+        raise UserError(f"{folder} holds runs of several seeds: add --seeds, or change --workdir")
     if seeds > 1 and (folder / "config.json").exists():
-        raise UserError(
-            f"{folder} holds a run of one seed: choose another workdir for {seeds} seeds"
-        )
+        raise UserError(f"{folder} holds a run of one seed: change --workdir for {seeds} seeds")

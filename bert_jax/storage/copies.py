@@ -17,7 +17,7 @@ from typing import Any
 from bert_jax import errors
 from bert_jax.errors import UserError
 from bert_jax.storage import files, objects
-from bert_jax.storage.lease import Lease, this_process
+from bert_jax.storage.lease import Lease, is_running, this_process
 
 # Files of a run that local copies leave out; Orbax reads checkpoints and states from the storage.
 NOT_COPIED = re.compile(r"(seed_\d+/)?(checkpoints|damaged|lease|profile)/")
@@ -35,11 +35,8 @@ def cache_folder() -> pathlib.Path:
 def make_room(folder: pathlib.Path, needed: int) -> bool:
     """Delete old copies until `needed` bytes fit; return whether they do.
 
-    The cache holds `$BERT_JAX_STORAGE_CACHE_GB`, or half of what the disk has free without it.
-
-    Args:
-        folder: folder in the cache whose files stay, as do those of folders that are locked.
-        needed: size in bytes.
+    The cache holds `$BERT_JAX_STORAGE_CACHE_GB`, or half of what the disk has free without it. The files
+    of `folder` stay, as do those of folders that are locked.
     """
     sizes = {path: _folder_bytes(path) for path in folder.parent.iterdir()}
     limit = os.environ.get("BERT_JAX_STORAGE_CACHE_GB")
@@ -76,12 +73,8 @@ def process_folder() -> pathlib.Path:
     namespace = re.sub(r"\D", "", here["namespace"])  # of pid:[4026531836]
     prefix = f"process_{here['host']}_{namespace}_"
     for path in cache_folder().glob(f"{prefix}*") if namespace else ():
-        try:
-            os.kill(int(path.name.removeprefix(prefix)), 0)
-        except ProcessLookupError:
+        if not is_running(path.name.removeprefix(prefix)):
             shutil.rmtree(path, ignore_errors=True)
-        except (OSError, ValueError):
-            pass
     folder = cache_folder() / f"{prefix}{here['pid']}"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -190,14 +183,10 @@ class _Stream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._position = max((0, self._position, self._size)[whence] + offset, 0)
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:
@@ -219,12 +208,8 @@ def output(path: str | os.PathLike, new: bool = False, resumable: bool = False) 
     """Yield a local path to write a file or folder to; on success it is uploaded to `path`.
 
     The files that describe a folder are uploaded last, after objects of an earlier version are
-    deleted. A path that is not on object storage is yielded unchanged.
-
-    Args:
-        path: the path.
-        new: refuse a path at which anything exists.
-        resumable: keep what was written after an error, for the next call.
+    deleted. A path that is not on object storage is yielded unchanged. With `new`, a path at which
+    anything exists is refused. With `resumable`, what was written before an error is kept.
     """
     if not objects.is_remote(path):
         yield path
@@ -236,7 +221,8 @@ def output(path: str | os.PathLike, new: bool = False, resumable: bool = False) 
     copy = copy_of(url, "outputs")
     with files.lock_folder(copy.parent):
         if not resumable:
-            _remove(copy)
+            shutil.rmtree(copy, ignore_errors=True)
+            copy.unlink(missing_ok=True)
         description, finished = copy / "manifest.json", b""
         # The description that a call that failed has read from the storage, which may be gone.
         downloaded = copy.parent / ".downloaded"
@@ -293,13 +279,6 @@ def _upload_folder(folder: pathlib.Path, url: str, lease: Lease) -> None:
     for name in reversed(last):
         objects.upload([paths[name]], [f"{url}/{name}"])
     objects.delete([f"{url}/{_INCOMPLETE}"])
-
-
-def _remove(path: pathlib.Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def replaces(

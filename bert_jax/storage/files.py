@@ -1,5 +1,6 @@
 """Atomic writes of files and folders, durability, checksums and locks."""
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from typing import IO, Any
+
+import google_crc32c
 
 from bert_jax.errors import InUse, UserError
 
@@ -67,8 +70,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     temporary = pathlib.Path(temporary)
     try:
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        sync_folder(temporary)
         temporary.chmod(0o644)
         os.replace(temporary, path)
         sync_folder(path.parent)
@@ -125,9 +127,9 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def sync_folder(folder: str | os.PathLike) -> None:
-    """Sync a folder to disk, which makes new and renamed entries durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_folder(path: str | os.PathLike) -> None:
+    """Sync a folder to disk, which makes new and renamed entries durable; or a file."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -137,11 +139,7 @@ def sync_folder(folder: str | os.PathLike) -> None:
 def sync_tree(folder: pathlib.Path) -> None:
     """Sync a folder and everything in it to disk."""
     for path in [folder, *folder.rglob("*")]:
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+        sync_folder(path)
 
 
 def sha256(path: str | Traversable) -> str:
@@ -157,31 +155,12 @@ def md5(path: str | os.PathLike) -> str:
         return hashlib.file_digest(file, "md5").hexdigest()
 
 
-class Crc32c:
-    """The CRC-32C of bytes given in parts; processors have instructions for it."""
-
-    def __init__(self, content: bytes = b""):
-        self._crc = 0
-        self.update(content)
-
-    def update(self, content: bytes) -> None:
-        """Add bytes at the end."""
-        import google_crc32c
-
-        self._crc = google_crc32c.extend(self._crc, content)
-
-    def hexdigest(self) -> str:
-        """Return the checksum in hexadecimal."""
-        return f"{self._crc:08x}"
-
-
 def crc32c(path: str | os.PathLike) -> str:
-    """Return the CRC-32C of a file in hexadecimal."""
-    crc = Crc32c()
+    """Return the CRC-32C of a file in hexadecimal; processors have instructions for it."""
+    crc = google_crc32c.Checksum()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc.update(chunk)
-    return crc.hexdigest()
+        collections.deque(crc.consume(file, _CHUNK_BYTES), 0)
+    return crc.digest().hex()
 
 
 def move_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -213,10 +192,8 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[int]:
     """Hold the lock file `LOCK` of a folder during the block; create the folder if necessary.
 
     The kernel releases the lock when its owner dies, so a crash leaves nothing to clean up. A child
-    process that inherits the yielded file descriptor shares the lock.
-
-    Raises:
-        InUse: another process holds the lock; the message names that process.
+    process that inherits the yielded file descriptor shares the lock. `InUse` names the process that
+    holds it.
     """
     folder = pathlib.Path(folder)
     with one_line_errors(f"cannot use the folder {folder}"):

@@ -23,13 +23,7 @@ class Lease:
     The lease is an object `lease/N`, which its owner creates (the storage refuses a second creation)
     and renews in a thread. A process that finds one waits to see whether it is renewed. If it is not,
     or if its owner ran on this machine and is dead, it creates `lease/N+1`; the owner of `lease/N`,
-    should it come back, sees that and stops.
-
-    Args:
-        url: the folder.
-
-    Attributes:
-        token: tells this lease from all others.
+    should it come back, sees that and stops. `token` tells a lease from all others.
     """
 
     def __init__(self, url: str):
@@ -87,7 +81,7 @@ class Lease:
 
     def _wait(self) -> int:
         """Wait until the newest lease has expired, and return the number of the next one."""
-        first, since, reported = None, 0.0, False
+        first, since = None, 0.0
         while names := sorted(objects.listing(self._folder)):
             url = f"{self._folder}/{names[-1]}"
             try:
@@ -100,24 +94,17 @@ class Lease:
                 continue  # released just now
             if _is_dead(owner):
                 return int(names[-1]) + 1
+            process = f"pid {owner.get('pid')} on {owner.get('host')}"
+            if first is None:
+                wait = f"waiting up to {EXPIRY_SECONDS:.0f} s to see whether {process}"
+                print(f"{wait} still writes to {self._root}", file=sys.stderr, flush=True)
             if first is None or owner.get("token") != first.get("token"):
                 first, since = owner, time.monotonic()
             if owner.get("beats") != first.get("beats"):
-                raise UserError(
-                    f"{self._root} is in use by another process (pid "
-                    f"{owner.get('pid')} on {owner.get('host')}); wait for it, stop it, or choose "
-                    "another folder"
-                )
+                use = f"{self._root} is in use by another process ({process})"
+                raise UserError(f"{use}; wait for it, stop it, or choose another folder")
             if time.monotonic() - since > EXPIRY_SECONDS:
                 return int(names[-1]) + 1
-            if not reported:
-                reported = True
-                print(
-                    f"waiting up to {EXPIRY_SECONDS:.0f} s to see whether pid {owner.get('pid')} on "
-                    f"{owner.get('host')}, which wrote to {self._root}, is alive",
-                    file=sys.stderr,
-                    flush=True,
-                )
             time.sleep(HEARTBEAT_SECONDS / 10)
         return 1
 
@@ -131,15 +118,21 @@ def this_process() -> dict[str, Any]:
     return {"pid": os.getpid(), "host": socket.gethostname(), "namespace": namespace}
 
 
+def is_running(pid: Any) -> bool:
+    """Whether a process of this host and pid namespace may be running."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError):
+        pass
+    return True
+
+
 def _is_dead(owner: dict[str, Any]) -> bool:
     """Whether the owner of a lease ran on this machine and is dead."""
     here = this_process()
     if any(owner.get(name) != here[name] for name in ("host", "namespace")):
         return False
-    try:
-        os.kill(int(owner["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return owner["pid"] == here["pid"] and owner.get("token") not in _tokens
+    is_earlier = owner["pid"] == here["pid"] and owner.get("token") not in _tokens
+    return is_earlier or not is_running(owner["pid"])

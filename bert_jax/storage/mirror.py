@@ -67,9 +67,7 @@ def _version(path: pathlib.Path) -> tuple[int, int]:
 def mirrored(path: str | os.PathLike, process: int = 0) -> Iterator[pathlib.Path]:
     """Own a run's folder on object storage, and yield its mirror; any other path unchanged.
 
-    Args:
-        path: the workdir.
-        process: index of this process among those of the run; only process 0 writes.
+    `process` is the index of this process among those of the run; only process 0 writes.
     """
     if not objects.is_remote(path):
         yield pathlib.Path(path)
@@ -110,11 +108,7 @@ def _mirror_of(path: pathlib.Path) -> _Mirror | None:
 
 
 def push(path: pathlib.Path) -> str:
-    """Upload what changed in a mirror, or in the one that contains `path`; nothing for other paths.
-
-    Returns:
-        The token of the mirror's lease, or "".
-    """
+    """Upload what changed in the mirror that contains `path`, and return the token of its lease, or ""."""
     if not (mirror := _mirror_of(path.absolute())):
         return ""
     mirror.push()

@@ -7,17 +7,13 @@ import errno
 import functools
 import importlib
 import logging
-import math
 import os
 import pathlib
 import re
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bert_jax.errors import Unavailable, UserError
+from bert_jax.errors import Unavailable, UserError, missing
 from bert_jax.storage import files
 
 # Scheme: (extra of this package, library).
@@ -26,33 +22,23 @@ _SCHEMES = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}
 DESCRIPTIONS = ("manifest.json", "config.json", "vocab.txt")
 _THREADS = 16
 # Libraries whose exceptions report failures of the storage or the network.
-_LIBRARIES = (
-    "aiobotocore",
-    "aiohttp",
-    "botocore",
-    "fsspec",
-    "gcsfs",
-    "google",
-    "json",  # an answer was cut off
-    "requests",
-    "s3fs",
-    "urllib3",
-)
+_LIBRARIES = "aiobotocore aiohttp botocore fsspec gcsfs google requests s3fs urllib3".split()
+_LIBRARIES.append("json")  # an answer was cut off
 # How the `ValueError`s begin that gcsfs raises for responses of status 400.
 _INVALID_REQUESTS = ("Bad Request: ", "Bucket is requester pays")
 # What a failed request means, by HTTP status or TensorStore's status code; others are temporary.
 _DENIED = {401, 403, "PERMISSION_DENIED", "UNAUTHENTICATED"}
-_REFUSED = {*range(400, 500)} - {401, 403, 408, 429} | {
-    "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "UNIMPLEMENTED"
-}  # fmt: skip
+_REFUSED = {
+    *{*range(400, 500)} - {401, 403, 408, 429},
+    *"FAILED_PRECONDITION INVALID_ARGUMENT NOT_FOUND OUT_OF_RANGE UNIMPLEMENTED".split(),
+}
 _TEMPORARY = {
-    "ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE",
-    "UNKNOWN"
-}  # fmt: skip
+    *"ABORTED CANCELLED DATA_LOSS DEADLINE_EXCEEDED INTERNAL".split(),
+    *"RESOURCE_EXHAUSTED UNAVAILABLE UNKNOWN".split(),
+}
 # A request of N bytes may take this long, plus N bytes at the rate of a slow connection shared by 16.
 _DEADLINE_SECONDS, _SLOW_BYTES_PER_SECOND = 30.0, 10_000
 _PARTS_BYTES = 5 << 20  # from which gcsfs and s3fs upload in parts
-_QUIET_SECONDS = 10.0  # after which a line says that the storage does not answer
 
 
 class Stat(NamedTuple):
@@ -72,20 +58,14 @@ def is_remote(path: object) -> bool:
 
 
 def check(arguments: Iterable[str]) -> None:
-    """Check that the URLs among paths can be used.
-
-    Args:
-        arguments: paths, alone or as `--option=PATH` or `KIND:PATH`.
-    """
+    """Check that the URLs among paths (alone, or as `--option=PATH` or `KIND:PATH`) can be used."""
     for argument in arguments:
         url = re.fullmatch(r"(?:-[^=\s]*=|[a-z]+:)?([a-z][a-z0-9+.-]*)://(\S*)", argument)
         if not url:
             continue
         scheme, path = url.groups()
         if scheme not in _SCHEMES:
-            raise UserError(
-                f"{scheme}://{path}: paths are local, gs://… or s3://…; mount other storage as a folder"
-            )
+            raise UserError(f"{scheme}://{path}: paths are local, gs://… or s3://…")
         if not path.partition("/")[0]:
             raise UserError(f"{scheme}://{path}: a bucket is missing; write {scheme}://BUCKET/PATH")
         filesystem(scheme)
@@ -115,9 +95,7 @@ def filesystem(scheme: str) -> Any:
             _retry_s3()
         return fsspec.filesystem("gcs" if scheme == "gs" else scheme)
     except ImportError as error:
-        raise UserError(
-            f"{scheme}:// needs {library}: pip install 'bert-jax[{extra}]' ({error})"
-        ) from None
+        raise missing(f"{scheme}:// needs {library} ({error})", extra) from None
 
 
 def _retry_s3() -> None:
@@ -178,33 +156,10 @@ def errors_of(action: str) -> Iterator[None]:
 
 
 def _request(method: str, url: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
-    """Call a method of the file system of a URL, with a deadline.
-
-    Args:
-        method: name of the method.
-        url: names the object or folder in messages.
-        arguments: of the method.
-        size: number of bytes that are transferred.
-        options: of the method.
-    """
-    extra = size / _SLOW_BYTES_PER_SECOND
-    timer = threading.Timer(_QUIET_SECONDS + extra, _say_quiet, [url])
-    timer.daemon = True
-    timer.start()
-    try:
-        call = getattr(filesystem(url.partition("://")[0]), method)
-        return call(*arguments, timeout=_DEADLINE_SECONDS + extra, **options)
-    finally:
-        timer.cancel()
-
-
-_last_quiet = [-math.inf]  # when a line was written
-
-
-def _say_quiet(url: str) -> None:
-    if time.monotonic() - _last_quiet[0] >= 30:  # once for many requests
-        _last_quiet[0] = time.monotonic()
-        print(f"{url}: waiting for an answer of the storage …", file=sys.stderr, flush=True)
+    """Call a method of the file system of a URL, with a deadline for the transfer of `size` bytes."""
+    call = getattr(filesystem(url.partition("://")[0]), method)
+    seconds = _DEADLINE_SECONDS + size / _SLOW_BYTES_PER_SECOND
+    return call(*arguments, timeout=seconds, **options)
 
 
 def key_of(url: str) -> str:
@@ -218,19 +173,18 @@ def read(url: str) -> bytes:
         return _request("cat_file", url, key_of(url))
 
 
-def write(url: str, content: bytes) -> None:
+def write(url: str, content: bytes, mode: str = "overwrite") -> None:
     """Create or replace an object; readers see the old content or the new one."""
     with errors_of(f"cannot write {url}"):
-        _request("pipe_file", url, key_of(url), content, size=len(content))
+        _request("pipe_file", url, key_of(url), content, size=len(content), mode=mode)
 
 
 def create(url: str, content: bytes) -> bool:
     """Create an object unless it exists; of several processes one succeeds. Return whether it did."""
-    with errors_of(f"cannot write {url}"):
-        try:
-            _request("pipe_file", url, key_of(url), content, mode="create")
-        except FileExistsError:
-            return False
+    try:
+        write(url, content, mode="create")
+    except FileExistsError:
+        return False
     return True
 
 
