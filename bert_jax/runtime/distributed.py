@@ -15,6 +15,7 @@ import collections
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -55,23 +56,22 @@ def start() -> None:
     jax.config.update("jax_enable_preemption_service", False)
     timeout = _seconds("JOIN")
     options: dict[str, Any] = {"initialization_timeout": int(timeout) + 60}
-    label = "this process"
+    label, coordinator = "this process", "detected by JAX"
     if variables:
         if missing := [name for name in names if name not in variables]:
             raise UserError(f"{', '.join(variables)} without {', '.join(missing)}: set all three")
-        address, (count, this) = variables[names[0]], _numbers(variables, names[1:])
-        if not 0 <= this < count:
-            raise UserError(f"{names[2]} is {this}: it must be between 0 and {count - 1}")
-        if ":" not in address or not address.rpartition(":")[2].isdigit():
-            raise UserError(f"{names[0]} is {address!r}: it must be HOST:PORT")
+        coordinator, count, this = variables.values()
+        is_valid = re.fullmatch(r".+:\d+", coordinator) and count.isdigit() and this.isdigit()
+        if not is_valid or int(this) >= int(count):
+            given = ", ".join(f"{name}={value}" for name, value in variables.items())
+            raise UserError(f"{given}: set them to HOST:PORT, N, and a number from 0 to N-1")
         label = f"process {this} of {count}"
-        options.update(
-            coordinator_address=address,
-            num_processes=count,
-            process_id=this,
-            cluster_detection_method="deactivate",
-        )
-    coordinator = variables.get(names[0], "detected by JAX")
+        options |= {
+            "coordinator_address": coordinator,
+            "num_processes": int(count),
+            "process_id": int(this),
+            "cluster_detection_method": "deactivate",
+        }
 
     def give_up():
         _exit(
@@ -97,13 +97,6 @@ def start() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process exits)
 
 
-def _numbers(variables: dict[str, str], names: list[str]) -> list[int]:
-    for name in names:
-        if not variables[name].isdigit():
-            raise UserError(f"{name} is {variables[name]!r}: it must be a number")
-    return [int(variables[name]) for name in names]
-
-
 def _seconds(name: str) -> float:
     key = f"BERT_JAX_{name}_SECONDS"
     try:
@@ -126,14 +119,9 @@ _rounds = iter(range(2**62))
 
 
 def gather(what: str, text: str) -> list[str]:
-    """Gather a string from every process; all processes must call this in the same order.
+    """Return the strings of all processes, by process index; all must call this in the same order.
 
-    Args:
-        what: name of this synchronization point in error messages.
-        text: string of this process.
-
-    Returns:
-        The strings of all processes, by process index.
+    `what` names this synchronization point in error messages.
     """
     count = jax.process_count()
     if count == 1:
@@ -147,10 +135,8 @@ def gather(what: str, text: str) -> list[str]:
         try:
             texts.append(client.blocking_key_value_get(f"{key}/{process}", int(left * 1000)))
         except jax.errors.JaxRuntimeError:
-            raise UserError(
-                f"process {process} of {count} did not get to {what!r} within {timeout:g} s: check "
-                "its output"
-            ) from None
+            late = f"process {process} of {count} did not get to {what!r} within {timeout:g} s"
+            raise UserError(f"{late}: check its output") from None
     if jax.process_index():
         client.key_value_set(f"{key}/read/{jax.process_index()}", "")
     else:  # process 0 hosts the store, so it must outlive the reads of the others
@@ -184,29 +170,26 @@ def leave() -> None:
             _wait_for_all(f"{_PREFIX}/left", time.monotonic() + _FAREWELL_SECONDS)
 
 
-def run_on_process_0(what: str, action: Callable[[], None]) -> None:
-    """Run `action` on process 0 while the others wait; all raise its `UserError`.
+def run_on_process_0(what: str, action: Callable[[], str | None]) -> str | None:
+    """Run `action` on process 0 while the others wait; all return its result or raise its `UserError`.
 
-    Args:
-        what: name of this synchronization point in error messages.
-        action: function to run.
+    `what` names this synchronization point in error messages.
     """
-    error: UserError | None = None
+    cause, kind, text = None, "", None
     if jax.process_index() == 0:
         try:
-            action()
-        except UserError as raised:
-            error = raised
-    kind = Unavailable if isinstance(error, Unavailable) else UserError
-    name, _, message = gather(what, f"{kind.__name__}: {error or ''}")[0].partition(": ")
-    if message:
-        raise (Unavailable if name == Unavailable.__name__ else UserError)(message) from error
+            text = action()
+        except UserError as error:
+            cause, kind, text = error, type(error).__name__, str(error)
+    kind, text = json.loads(gather(what, json.dumps([kind, text]))[0])
+    if kind:
+        raise (Unavailable if kind == Unavailable.__name__ else UserError)(text) from cause
+    return text
 
 
 def check_same_on_all_processes(settings: dict[str, Any]) -> None:
     """Check that all processes have the same settings."""
-    serialized = json.dumps(settings, default=str)
-    texts = gather("comparing settings", serialized)
+    texts = gather("comparing settings", json.dumps(settings, default=str))
     for process, text in enumerate(texts):
         if text != texts[0]:
             first, other = json.loads(texts[0]), json.loads(text)
@@ -215,10 +198,8 @@ def check_same_on_all_processes(settings: dict[str, Any]) -> None:
                 for key in {**first, **other}
                 if first.get(key) != other.get(key)
             ]
-            raise UserError(
-                f"processes 0 and {process} differ ({'; '.join(differ)[:500]}): start all with the "
-                "same command and the same versions"
-            )
+            text = "; ".join(differ)[:500]
+            raise UserError(f"processes 0 and {process} differ ({text}): start all alike")
 
 
 def _is_collective_error(error: BaseException) -> bool:
@@ -257,14 +238,13 @@ class Heartbeat:
     others, and they watch those of process 0, which hosts the store. When they stop, a thread exits
     the process with status 75, which asks for the run to be restarted, and its message ends the
     others. In the store, all read `to_all`, which has at most two keys, and only process 0 `to_0`.
-
-    Attributes:
-        step: number of training steps that this process has dispatched.
+    `step` is the number of training steps that this process has dispatched.
     """
 
     def __init__(self) -> None:
         self.step, self._done = 0, threading.Event()
         self._lost_seconds, self._stuck_seconds = _seconds("LOST"), _seconds("STUCK")
+        self._interval = min(self._lost_seconds / 6, 5.0)
 
     def __enter__(self) -> "Heartbeat":
         if jax.process_count() > 1:
@@ -278,11 +258,10 @@ class Heartbeat:
             cause = cause.__cause__
         if cause is not None and jax.process_count() > 1:
             # The thread exits the process first if it finds out which process is lost.
-            self._done.wait(self._lost_seconds + 3 * self._interval())
-            process = f"process {jax.process_index()} of {jax.process_count()}"
-            self._report(
-                f"{process} lost its connection to another at step {self.step:,} ({_line(cause)})"
-            )
+            self._done.wait(self._lost_seconds + 3 * self._interval)
+            name = f"process {jax.process_index()} of {jax.process_count()}"
+            lost = f"lost its connection to another at step {self.step:,}"
+            self._report(f"{name} {lost} ({_line(cause)})")
         self._done.set()
 
     def _report(self, message: str) -> None:
@@ -290,11 +269,8 @@ class Heartbeat:
             key = f"{_PREFIX}/to_all/gone"
             _client().key_value_set(key, message, allow_overwrite=True)
             if jax.process_index() == 0:  # it hosts the store: let the others read the message
-                time.sleep(2 * self._interval())
+                time.sleep(2 * self._interval)
         _exit(f"{message}; run the same command to resume", EXIT_INTERRUPTED)
-
-    def _interval(self) -> float:
-        return min(self._lost_seconds / 6, 5.0)
 
     @staticmethod
     def _read(folder: str) -> dict[str, str]:
@@ -307,7 +283,7 @@ class Heartbeat:
         others = ["0"] if this else [str(i) for i in range(1, jax.process_count())]
         last_heartbeat = {process: ("", time.monotonic()) for process in others}
         last_progress, beat = (self.step, time.monotonic()), 0
-        while not self._done.wait(self._interval()):
+        while not self._done.wait(self._interval):
             now, beat = time.monotonic(), beat + 1
             if last_progress[0] != self.step:
                 last_progress = self.step, now
@@ -326,17 +302,13 @@ class Heartbeat:
                 if heartbeat != previous:
                     last_heartbeat[process] = heartbeat, now
                 elif now - since > self._lost_seconds:
-                    self._report(
-                        f"process {process} of {jax.process_count()} has been silent for "
-                        f"{now - since:.0f} s"
-                    )
+                    name = f"process {process} of {jax.process_count()}"
+                    self._report(f"{name} has been silent for {now - since:.0f} s")
             if is_stuck:
-                steps = ", ".join(
-                    f"{p} at {heartbeats[p].split()[1]}" for p in sorted(heartbeats, key=int)
-                )
-                self._report(
-                    f"no step for {now - last_progress[1]:.0f} s (processes by step: {steps})"
-                )
+                order = sorted(heartbeats, key=int)
+                steps = ", ".join(f"{p} at {heartbeats[p].split()[1]}" for p in order)
+                waited = f"{now - last_progress[1]:.0f} s"
+                self._report(f"no step for {waited} (processes by step: {steps})")
 
 
 def to_hosts(tree: Any) -> Any:

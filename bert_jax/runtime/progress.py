@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from bert_jax.errors import with_user_paths
 from bert_jax.storage import files
@@ -14,7 +14,6 @@ from bert_jax.storage import files
 LOG_EVERY_SECONDS = 15.0
 SILENT_SECONDS = 0.5  # tasks shorter than this write no line to a log
 _WIDE = 100  # columns of a terminal that has room for a title and a long bar
-_MANY = 100_000  # units whose count leaves no room for a bar in a narrow terminal
 
 
 def _write(text: str) -> None:
@@ -34,17 +33,11 @@ class Progress:
         total: number of units; None if unknown.
         unit: name of a unit; "B" shows sizes as kB or MB.
         done: units already done at the start, for a resumed run.
-
-    Attributes:
-        shown: set to False in processes that must not print, such as all but process 0.
-        is_quiet: whether to print only warnings, for `--quiet`.
-        json_lines: where runs write their metrics as JSON lines, for `--json`; None for nowhere.
-        is_narrow: whether there is room only for the most important of a step's numbers.
     """
 
-    shown = True
-    is_quiet = False
-    json_lines: TextIO | None = None
+    shown = True  # False in processes that must not print, such as all but process 0
+    is_quiet = False  # print only warnings, for `--quiet`
+    json_lines: TextIO | None = None  # where runs write their metrics as JSON lines, for `--json`
 
     def __init__(self, title: str, total: int | None, unit: str, done: int = 0):
         self._title, self._total, self._unit = title, total, unit
@@ -52,7 +45,7 @@ class Progress:
         self._note = ""
         self._bar = None
         self._file: TextIO | None = None
-        self.is_narrow = False
+        self.is_narrow = False  # whether there is room only for the most important numbers
         self._start = self._logged = time.monotonic()
 
     def __enter__(self) -> "Progress":
@@ -60,19 +53,15 @@ class Progress:
         if self.shown and not self.is_quiet and sys.stderr.isatty():
             from rich import console, progress  # importing rich takes 0.1 s
 
-            sizes = (
-                (progress.DownloadColumn(), progress.TransferSpeedColumn())
-                if self._unit == "B"
-                else (progress.MofNCompleteColumn(),)
-            )
+            sizes: list[Any] = [progress.MofNCompleteColumn()]
+            if self._unit == "B":
+                sizes = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
             terminal = console.Console(stderr=True)
             self.is_narrow = terminal.width < _WIDE and self._unit == "steps"
             title = [progress.TextColumn("[bold]{task.description}"), progress.BarColumn(20)]
-            if self.is_narrow:
-                title = [progress.BarColumn(4)] if (self._total or 0) < _MANY else []
             self._bar = progress.Progress(
                 progress.SpinnerColumn(),
-                *title,
+                *(() if self.is_narrow else title),
                 *sizes,
                 progress.TextColumn("{task.fields[note]}"),
                 progress.TimeElapsedColumn(),
@@ -138,10 +127,8 @@ class Progress:
 
     def say_in_handler(self, line: str) -> None:
         """Print a line in a signal handler, without `sys.stderr`, which may be amid a write."""
-        if self._bar is not None:
-            _write(f"\r\x1b[2K{line}\n")
-        elif self.shown:
-            _write(f"{line}\n")
+        if self.shown:
+            _write(f"\r\x1b[2K{line}\n" if self._bar else f"{line}\n")
 
     def show_cursor(self) -> None:
         """Restore the cursor in a signal handler that exits without calling `__exit__`."""
@@ -161,7 +148,7 @@ class Progress:
         text += f" {unit}, {rate / scale:,.3g} {unit}/s"
         if self._total is not None and rate > 0:
             seconds = max(self._total - self._done, 0) / rate
-            text += f", {seconds // 3600:.0f}:{seconds // 60 % 60:02.0f}:{seconds % 60:02.0f} left"
+            text += f", {datetime.timedelta(seconds=round(seconds))} left"
         text += f", {self._note}" if self._note else ""
         self._keep(text)
         if self._bar is None and self.shown and not self.is_quiet:

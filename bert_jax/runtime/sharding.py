@@ -39,10 +39,8 @@ PARTITION_RULES = (
     (r"intermediate/lora_b$", PartitionSpec(None, "tensor")),
     (r"output/lora_b$", PartitionSpec(None, "fsdp")),
     # The recurrent kernel of an LSTM is used for every token, so it is replicated (last pattern).
-    (
-        r"(transform|pooler|project|lstm/.*/input|span_boundary/(first|second)|teacher_projection)/kernel$",
-        PartitionSpec("fsdp", None),
-    ),
+    (r"(transform|pooler|project|teacher_projection)/kernel$", PartitionSpec("fsdp", None)),
+    (r"(lstm/.*/input|span_boundary/(first|second))/kernel$", PartitionSpec("fsdp", None)),
     (r"masked_lm/decoder$", PartitionSpec("fsdp", "tensor")),
     (r"(masked_lm|span_boundary)/bias$", PartitionSpec("tensor")),
     (r"", PartitionSpec()),
@@ -51,18 +49,14 @@ PARTITION_RULES = (
 
 def mesh_sizes(config: MeshConfig, devices: int) -> tuple[int, int, int]:
     """Return the sizes of `AXES` for a number of devices."""
-    sizes = [config.data, config.fsdp, config.tensor]
     axes = f"data={config.data}, fsdp={config.fsdp}, tensor={config.tensor}"
-    fixed = int(np.prod([size for size in sizes if size != -1]))
-    if -1 in sizes and devices % fixed == 0:
-        sizes[sizes.index(-1)] = devices // fixed
-    if np.prod(sizes) != devices:
+    try:
+        return np.empty(devices).reshape(config.data, config.fsdp, config.tensor).shape
+    except ValueError:
         divisors = [d for d in range(1, devices + 1) if devices % d == 0]
         raise UserError(
-            f"config.mesh ({axes}) does not fit {devices} devices: the sizes must multiply to "
-            f"{devices}, so choose each from {divisors}"
-        )
-    return sizes[0], sizes[1], sizes[2]
+            f"config.mesh ({axes}) does not multiply to {devices} devices: choose each from {divisors}"
+        ) from None
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -90,8 +84,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 def slice_of(device: Any) -> int:
     """Return the index of a device's slice, 0 if there is one slice.
 
-    The TPU runtime knows it, or MEGASCALE_NUM_SLICES says how many slices the processes are in, which
-    have as many each.
+    The TPU runtime knows it, or MEGASCALE_NUM_SLICES says into how many slices the processes are divided.
     """
     index = getattr(device, "slice_index", None)
     count = int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
@@ -104,10 +97,11 @@ def mesh_line(mesh: Mesh) -> str:
     """Return one line about the devices and how they are used."""
     devices = list(mesh.devices.flat)
     slices = len({slice_of(d) for d in devices})
-    parts = [f"{len(devices)} device{'s' * (len(devices) > 1)}"]
-    parts += [f"in {slices} slices"] if slices > 1 else []
+    count = f"{len(devices)} device{'s' * (len(devices) > 1)}" + f" in {slices} slices" * (
+        slices > 1
+    )
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    return f"{' '.join(parts)} ({devices[0].device_kind}), mesh {axes}"
+    return f"{count} ({devices[0].device_kind}), mesh {axes}"
 
 
 def num_row_shards(mesh: Mesh | AbstractMesh) -> int:
@@ -121,17 +115,13 @@ def process_row_shard(mesh: Mesh) -> tuple[int, int]:
     Processes that differ only in their position on the tensor axis hold the same part.
     """
     shards = mesh.devices.reshape(num_row_shards(mesh), -1)
-    local = [
-        i
-        for i, devices in enumerate(shards)
-        if any(d.process_index == jax.process_index() for d in devices)
-    ]
+    this = jax.process_index()
+    local = [i for i, row in enumerate(shards) if this in [d.process_index for d in row]]
     num_parts = len(shards) // len(local)
     if local != list(range(local[0], local[0] + len(local))) or local[0] % len(local):
         raise UserError(
-            f"config.mesh ({dict(mesh.shape)}) cuts across the {jax.process_count()} processes: "
-            f"tensor must divide the {jax.local_device_count()} devices per process, or be a "
-            "multiple of it"
+            f"config.mesh ({dict(mesh.shape)}) cuts across the {jax.process_count()} processes: tensor "
+            f"must divide the {jax.local_device_count()} devices per process, or be a multiple of it"
         )
     return local[0] // len(local), num_parts
 
@@ -153,7 +143,7 @@ def specs(tree: Any) -> Any:
     """Return the `PartitionSpec` of every leaf of a tree of parameters or optimizer state."""
 
     def spec(path, leaf):
-        name = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         match = next(spec for pattern, spec in PARTITION_RULES if re.search(pattern, name))
         # Adafactor has arrays of one element in place of moments that it does not keep.
         return match if len(match) <= np.ndim(leaf) and leaf.size > 1 else PartitionSpec()
@@ -169,7 +159,7 @@ def shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
         try:
             named.shard_shape(np.shape(leaf))
         except ValueError as error:
-            name = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise UserError(
                 f"config.mesh does not divide {name} of shape {np.shape(leaf)}: choose other fsdp and "
                 "tensor sizes (--config.model.vocab_multiple=128 pads the vocabulary)"
@@ -196,12 +186,8 @@ def keep_rows(x: Array) -> Array:
 def shard_attention(attend: Callable[..., Array]) -> Callable[..., Array]:
     """Shard an attention kernel, which the compiler cannot partition, over rows and heads.
 
-    Args:
-        attend: function (query, key, value [B T N K], segment_ids [B T]) -> [B T N K] on a device.
-
-    Returns:
-        The same function over the current mesh (`jax.set_mesh`) at trace time; `attend` itself if
-        there is no mesh.
+    The kernel is a function (query, key, value [B T N K], segment_ids [B T]) -> [B T N K]. The result is
+    the same over the mesh (`jax.set_mesh`) at trace time, or `attend` itself if there is none.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return attend
@@ -210,14 +196,9 @@ def shard_attention(attend: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def sum_over_rows(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Apply a function to each device's rows, and add the results of all devices.
+    """Apply a function of arrays [B …] to each device's rows, and add the results of all devices.
 
-    Args:
-        function: function of arrays [B …] that returns a sum over B.
-
-    Returns:
-        The same function over the current mesh (`jax.set_mesh`) at trace time; `function` itself if
-        there is no mesh.
+    Without a mesh (`jax.set_mesh`) at trace time, return `function` itself.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
