@@ -104,7 +104,7 @@ def train(
                     f"{folder}: training is complete (step {step:,} of {config.steps:,})"
                 )
             )
-            print_json({"split": "end", **describe_end(run, step, 0.0, metric.name)._asdict()})
+            print_json({"split": "end", **describe_end(run, step, 0.0, metric.name)})
             return
         distributed.run_on_process_0(
             "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
@@ -139,9 +139,9 @@ def train(
             config, phases, mesh, run, monitors, programs, state, sampler, summarize_trace
         )
         end = describe_end(run, step, time.monotonic() - start_time, metric.name)
-        for line in end.lines():
+        for line in summary.end_lines(end):
             monitors.progress.say(line)
-        print_json({"split": "end", **end._asdict()})
+        print_json({"split": "end", **end})
         if monitors.is_interrupted():  # after the last step: the runs that follow must stop too
             raise Interrupted(_saved(step, config, folder))
 
@@ -175,7 +175,7 @@ def _run_steps(
             *sharding.process_row_shard(mesh),
         )
         steps, say = range(step, phase.end_step), monitors.progress.say
-        with StepTracer(config, steps, folder, programs.step, say, summarize_trace) as tracer:
+        with StepTracer(config, steps, folder, programs.largest, say, summarize_trace) as tracer:
             tracer.update(step)
             for batch in tracer.annotate(batches):
                 state, sums, stats = programs.step(state, shard_batch(batch, mesh))
@@ -232,7 +232,9 @@ def _run_steps(
                     checkpoints.wait()
                     raise Interrupted(_saved(step, config, folder))
                 if early_stopping.is_over:
-                    monitors.progress.say(f"stopping early: {early_stopping.reason}")
+                    monitors.progress.say(
+                        f"stopping early: no improvement in {early_stopping.patience} evaluations"
+                    )
                     break
     return step
 

@@ -1,7 +1,6 @@
 """Trackers: the calls they receive, checked with fakes of the few functions used."""
 
 import os
-import pathlib
 import sys
 import types
 
@@ -135,7 +134,7 @@ def test_run_continues_without_a_tracker_that_fails(capfd):
         raise ConnectionError("no route to host")
 
     writer = log.Log.__new__(log.Log)
-    writer._writes, writer._files, writer._folder = True, [], pathlib.Path("run")
+    writer._writes, writer._files = True, []
     writer._board = types.SimpleNamespace(add=lambda *_: None, close=lambda: None)
     writer._progress = Progress("train", 9, "steps")
     writer._trackers = {

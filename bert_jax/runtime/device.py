@@ -3,8 +3,8 @@
 import contextlib
 import ctypes
 import gc
-import hashlib
 import importlib.util
+import itertools
 import os
 import pathlib
 import pkgutil
@@ -17,8 +17,6 @@ from bert_jax.errors import UserError
 
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
-# A guess for programs that were never compiled on this machine: base takes 15 s on two CPU cores.
-_COMPILE_SECONDS = 20.0
 _DEVICES = pathlib.Path("/dev")
 # Options of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
@@ -35,11 +33,13 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
 
     Args:
         platform: "cpu", "gpu" or "tpu"; "" selects the best one available.
-        cache: set to False when compiling for absent hardware, whose programs cannot be loaded.
+        cache: False when compiling for absent hardware, whose programs cannot be loaded.
         deterministic: use deterministic kernels on GPUs, unless `$XLA_FLAGS` sets that flag.
     """
-    jax.config.update("jax_compilation_cache_dir", str(_cache_folder()) if cache else None)
+    folder = os.environ.get("BERT_JAX_CACHE") or str(pathlib.Path.home() / ".cache" / "bert_jax")
+    jax.config.update("jax_compilation_cache_dir", folder if cache else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    gc.set_threshold(100_000, 50, 50)  # tracing allocates millions of objects that stay alive
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if _only_cpu():
@@ -55,39 +55,8 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
         extra = {"gpu": "cuda13", "tpu": "tpu"}.get(platform)
         advice = f"install bert-jax[{extra}] on a machine with one, or " if extra else ""
         raise UserError(
-            f"config.platform is {platform!r}, but JAX finds no such device: {advice}"
-            "set it to '' to use the best one available"
+            f"config.platform is {platform!r}, but JAX finds no such device: {advice}set it to ''"
         ) from error
-
-
-def _cache_folder() -> pathlib.Path:
-    folder = os.environ.get("BERT_JAX_CACHE")
-    return pathlib.Path(folder) if folder else pathlib.Path.home() / ".cache" / "bert_jax"
-
-
-def _compile_record(program: str) -> pathlib.Path:
-    name = hashlib.sha256(program.encode()).hexdigest()[:16]
-    return _cache_folder() / "compile_seconds" / name
-
-
-def compile_seconds(program: str) -> float:
-    """Return how long compiling took last time on this machine, or a guess.
-
-    Args:
-        program: description of the program: everything that its compilation depends on.
-    """
-    try:
-        return float(_compile_record(program).read_text())
-    except (OSError, ValueError):
-        return _COMPILE_SECONDS
-
-
-def record_compile_seconds(program: str, seconds: float) -> None:
-    """Remember how long compiling took, for `compile_seconds`."""
-    path = _compile_record(program)
-    with contextlib.suppress(OSError):  # as for JAX's own cache, a full disk is no error
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{seconds:.1f}\n")
 
 
 def _platforms() -> str:
@@ -103,12 +72,9 @@ def _plugins() -> list[str]:
     spec = importlib.util.find_spec("jax_plugins")
     paths = spec.submodule_search_locations if spec else []
     names = [module.name for module in pkgutil.iter_modules(paths)]
-    return names + ["libtpu"] * bool(importlib.util.find_spec("libtpu") and _has_tpu(_DEVICES))
-
-
-def _has_tpu(devices: pathlib.Path) -> bool:
-    """Whether a folder of device files has those of a TPU: accel0, or vfio/0 from v5e on."""
-    return any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))
+    # Device files of a TPU: accel0, or vfio/0 from v5e on.
+    has_tpu = any(itertools.chain(_DEVICES.glob("accel[0-9]*"), _DEVICES.glob("vfio/[0-9]*")))
+    return names + ["libtpu"] * bool(importlib.util.find_spec("libtpu") and has_tpu)
 
 
 def _only_cpu() -> bool:
@@ -140,8 +106,8 @@ def use_eigen_matmul() -> None:
 
     JAX 0.10 to 0.12 use YNNPACK for both, whose matrix products make poor use of a second core; the
     cost depends on the load of the machine (`products` in experiments/speed). Call this before any
-    program is compiled. A setting in `$XLA_FLAGS` takes precedence. XLA aborts on unknown flags, so
-    check this one when pyproject.toml allows a newer JAX.
+    program is compiled. XLA aborts on unknown flags, so check this one when pyproject.toml allows a
+    newer JAX.
     """
     _add_xla_flag(_YNNPACK, "LIBRARY_FUSION_TYPE_REDUCE")
 
@@ -163,9 +129,6 @@ def limit_malloc_retention(temporary_bytes: int) -> None:
 
     Because of fragmentation, glibc may retain up to three times the temporaries of a program, and
     one program rarely reuses the blocks of another. Call this after compiling each program.
-
-    Args:
-        temporary_bytes: size of the program's temporaries.
     """
     _temporary_bytes.append(temporary_bytes)
     if not _is_retaining or _RETENTION * sum(_temporary_bytes) < _memory_bytes() / 2:
@@ -182,28 +145,9 @@ def _memory_bytes() -> int:
 
 
 def _set_malloc_options(options: dict[int, int]) -> None:
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # not glibc
-        return
-    for name, value in options.items():
-        mallopt(name, value)
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, which traces and compiles.
-
-    Tracing allocates millions of objects that stay alive. Scanning them for garbage takes a tenth
-    of the time of a compilation that hits the cache on disk.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        for name, value in options.items():
+            ctypes.CDLL(None).mallopt(name, value)
 
 
 def _add_xla_flag(name: str, value: str) -> None:

@@ -27,13 +27,8 @@ def make_evaluate(
     """Return a function that maps parameters to held-out metrics.
 
     It compiles once. Masks depend on the index of the row alone, so evaluations differ only in their
-    parameters, whatever the size of the batch.
-
-    Args:
-        phase: the phase, with its held-out batches.
-        mesh: mesh of the devices.
-        rows_at_a_time: on a single device, most rows of a batch to compute together; 0 means all.
-            The masks are the same.
+    parameters, whatever the size of the batch. On a single device, at most `rows_at_a_time` rows of a
+    batch are computed together (0: all).
     """
     objective = phase.objective
 
@@ -89,16 +84,10 @@ def means(loss_terms: dict) -> dict[str, float]:
 def evaluate_workdir(
     folder: str, rows: str | None = None, which: str = "best", every_row: bool = False
 ) -> tuple[int, dict[str, float]]:
-    """Evaluate a checkpoint of a pretraining run.
+    """Evaluate a checkpoint of a pretraining run; return its step and its held-out metrics.
 
-    Args:
-        folder: the workdir.
-        rows: folder of rows with the same vocabulary; None for the rows of the run's last phase.
-        which: checkpoint, as in `checkpoint.load_model`.
-        every_row: evaluate on all held-out rows instead of the run's subset.
-
-    Returns:
-        The step and its held-out metrics.
+    `rows` is a folder of rows with the same vocabulary (None: those of the run's last phase). With
+    `every_row`, all held-out rows are used instead of the run's subset.
     """
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, Config)
@@ -118,6 +107,4 @@ def evaluate_workdir(
     rows_at_a_time = max(_TOKENS_AT_A_TIME // phase.tokens, 1)
     if metrics := make_evaluate(phase, mesh, rows_at_a_time)(params):
         return step, phase.objective.summarize(metrics)
-    raise UserError(
-        f"{phase_config.rows} has no held-out rows: prepare them with --heldout-fraction, or pass --rows"
-    )
+    raise UserError(f"{phase_config.rows} has no held-out rows: pass others as --rows")

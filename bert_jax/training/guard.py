@@ -27,34 +27,23 @@ _MIN_DEVIATION = 1e-3
 
 
 class LossHistory(NamedTuple):
-    """Loss history, part of the training state; field names are part of the checkpoint format.
+    """Loss history, part of the training state; field names are part of the checkpoint format."""
 
-    Attributes:
-        figures: loss and gradient norm of the last `WINDOW` steps of this phase, as a ring buffer
-            that is initially NaN.
-        halted: whether a step has stopped the run.
-        skipped: number of skipped steps of the run.
-    """
-
+    # Loss and gradient norm of the last `WINDOW` steps of this phase: a ring buffer, initially NaN.
     figures: Float[Array, "W 2"]
-    halted: Bool[Array, ""]
-    skipped: Int[Array, ""]
+    halted: Bool[Array, ""]  # whether a step has stopped the run
+    skipped: Int[Array, ""]  # number of skipped steps of the run
 
 
 class StepStats(NamedTuple):
-    """Statistics of a step.
+    """Statistics of a step."""
 
-    Attributes:
-        is_bad: whether the step must not update the parameters: it is skipped or stops the run.
-        stops: whether it, or a step before it, stops the run.
-        loss_and_grad_norm: loss and global gradient norm.
-        norms: gradient norm by layer.
-    """
-
-    is_bad: Bool[Array, ""]
-    stops: Bool[Array, ""]
+    is_bad: Bool[
+        Array, ""
+    ]  # whether it must not update the parameters: it is skipped or stops the run
+    stops: Bool[Array, ""]  # whether it, or a step before it, stops the run
     loss_and_grad_norm: Float[Array, "2"]
-    norms: dict[str, Float[Array, ""]]
+    norms: dict[str, Float[Array, ""]]  # gradient norm by layer
 
 
 def init_history() -> LossHistory:
@@ -74,17 +63,10 @@ def check_step(
     loss: Float[Array, ""],
     grads: Params,
 ) -> tuple[LossHistory, StepStats]:
-    """Compare the loss and gradient norm of a step with the steps before it.
+    """Compare the loss and gradient norm of a step with those before it in `recent`.
 
-    Args:
-        config: thresholds and policies.
-        recent: history of this phase (see `reset_at_phase_start`).
-        step: step number.
-        loss: loss of the step.
-        grads: gradients before clipping.
-
-    Returns:
-        The history with this step, for an update, and the statistics.
+    `grads` are the gradients before clipping, and `recent` is the history of this phase (see
+    `reset_at_phase_start`). Return the history with this step, for an update, and the statistics.
     """
     # The global norm is the norm of the layers' norms, so the gradients are reduced only once.
     by_layer = {name: optim.global_norm(part) for name, part in _layers(grads).items()}
@@ -112,20 +94,13 @@ def _layers(tree: Params) -> dict[str, Any]:
 
 
 class BadStep(NamedTuple):
-    """A step that was skipped or stopped the run.
+    """A step that was skipped or stopped the run."""
 
-    Attributes:
-        step: number of the step, counted from 1 as in metrics.jsonl.
-        stops: whether it stopped the run.
-        loss, gradient_norm: loss and global gradient norm.
-        gradient_norms: gradient norm by layer, from the embeddings to the heads.
-    """
-
-    step: int
+    step: int  # counted from 1 as in metrics.jsonl
     stops: bool
     loss: float
     gradient_norm: float
-    gradient_norms: dict[str, float]
+    gradient_norms: dict[str, float]  # by layer, from the embeddings to the heads
 
     @property
     def kind(self) -> str:

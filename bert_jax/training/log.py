@@ -6,7 +6,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,21 +23,14 @@ from bert_jax.storage import files
 from bert_jax.training import guard, optim, trackers
 from bert_jax.training.evaluate import means
 
-_CANNOT_WRITE_EVENTS = "cannot write TensorBoard events"
-_FLUSH_SECONDS = 60  # TensorBoard shows events when they are flushed
+_SYNC_SECONDS = 60  # TensorBoard shows events when they are flushed
 
 
 class Log:
     """Writer of metrics.jsonl, speed.jsonl, TensorBoard events and the progress bar's note.
 
-    Only process 0 writes.
-
-    Args:
-        folder: the workdir.
-        step: current step; lines of an earlier start after this step are dropped.
-        config: config of the run.
-        mesh: device mesh.
-        progress: progress bar.
+    Only process 0 writes. Lines of an earlier start after `step`, the current step, are dropped.
+    TensorBoard's HPARAMS tab compares runs by the held-out `metric`.
     """
 
     def __init__(
@@ -47,6 +40,7 @@ class Log:
         config: TrainConfig,
         mesh: sharding.Mesh,
         progress: Progress,
+        metric: str,
     ):
         self._config, self._progress = config, progress
         self._devices, device = mesh.size, mesh.devices.flat[0]
@@ -56,46 +50,36 @@ class Log:
         # Precompute the learning rates to log: computing one later would wait on the device for the
         # steps dispatched ahead.
         ends = np.append(np.arange(0, config.steps, config.log_every_steps)[1:], config.steps)
-        self._rates = np.asarray(optim.schedule(config.optim, config.steps)(ends - 1))
-        self._clock = (step, time.monotonic())
-        self._folder, self._writes = folder, jax.process_index() == 0
+        rates = np.asarray(optim.schedule(config.optim, config.steps)(ends - 1))
+        self._rates = np.broadcast_to(rates, ends.shape)
+        self._writes = jax.process_index() == 0
         self._trackers: dict[str, trackers.Tracker] = {}
-        if self._writes and config.trackers:
-            devices = f"{mesh.size} {device.device_kind}"
-            run = workdir.first_start(folder)
-            self._trackers = trackers.open_trackers(config, folder, run, devices)
-        if self._writes:
-            self._metrics = workdir.JsonlFile(folder / "metrics.jsonl", step)
-            self._speed = workdir.JsonlFile(folder / "speed.jsonl", step)
-            self._board = _Board(folder / "tensorboard", step)
-            self._files = [self._metrics, self._speed]
-            if getattr(config, "sample_texts", ()):
-                self._samples = workdir.JsonlFile(folder / workdir.SAMPLES, step)
-                self._files.append(self._samples)
+        self._files: list[Any] = []
+        if not self._writes:
+            return
+        devices, run = f"{mesh.size} {device.device_kind}", workdir.first_start(folder)
+        self._trackers = trackers.open_trackers(config, folder, run, devices)
+        self._metrics = workdir.JsonlFile(folder / "metrics.jsonl", step)
+        self._speed = workdir.JsonlFile(folder / "speed.jsonl", step)
+        self._board = _Board(folder / "tensorboard", step)
+        self._board.add_hyperparameters(config, f"heldout/{metric}")
+        self._files = [self._metrics, self._speed, self._board]
+        if getattr(config, "sample_texts", ()):
+            self._samples = workdir.JsonlFile(folder / workdir.SAMPLES, step)
+            self._files.append(self._samples)
 
     def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error) -> None:
-        # On a full disk closing fails too; it must not hide the error that ended the run.
-        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
-            self._close()
-        for name, tracker in list(self._trackers.items()):
-            with self._dropped_if_failing(name):
-                tracker.close(failed=kind is not None)
-
-    def _close(self) -> None:
-        if self._writes:
-            with contextlib.ExitStack() as stack:  # closes all of them, whatever fails
-                for file in self._files:
-                    stack.callback(file.close)
-                with files.one_line_errors(_CANNOT_WRITE_EVENTS):
-                    self._board.close()
-
-    def hyperparameters(self, metric: str) -> None:
-        """Write the settings for TensorBoard's HPARAMS tab, which compares runs by `metric`."""
-        if self._writes:
-            _write_hyperparameters(self._board, self._config, f"heldout/{metric}")
+        with contextlib.ExitStack() as stack:
+            if (
+                kind
+            ):  # on a full disk closing fails too, which must not hide the error that ended the run
+                stack.enter_context(contextlib.suppress(UserError))
+            for file in self._files:  # closes all of them, whatever fails
+                stack.callback(file.close)
+        self._track(lambda tracker: tracker.close(failed=kind is not None))
 
     def begin(self, phase: Phase, step: int) -> None:
         """Log the steps after `step` as those of `phase`."""
@@ -107,7 +91,7 @@ class Log:
         Nothing is written if all its steps were skipped.
         """
         sums = jax.device_get(sums)
-        if not any(weight for _, weight in sums.values()):
+        if not any(weight for _, weight in sums.values()) or not self._writes:
             return
         summary = self._phase.objective.summarize(means(sums))
         # The learning rate of the window's last step.
@@ -150,8 +134,7 @@ class Log:
     ) -> dict[str, float]:
         """Evaluate, write the held-out metrics and return them as the objective summarizes them.
 
-        The time that `evaluate` takes does not count as training time. All dispatched steps must be
-        finished.
+        All dispatched steps must be finished. The evaluation does not count as training time.
         """
         start_time = time.monotonic()
         note = self._progress.note("evaluating …")
@@ -176,8 +159,6 @@ class Log:
         """Sync all lines written so far to disk; return the checksum of metrics.jsonl, if it is ours."""
         if not self._writes:
             return None
-        with files.one_line_errors(_CANNOT_WRITE_EVENTS):
-            self._board.flush()
         for file in self._files:
             file.sync()
         return self._metrics.checksum
@@ -185,8 +166,6 @@ class Log:
     def _log_speed(self, step: int, summary: dict[str, float], rows_per_step: float) -> str:
         now = time.monotonic()
         (last_step, last_time), self._clock = self._clock, (step, now)
-        if not self._writes:
-            return ""
         seconds = now - last_time
         rows = (step - last_step) * rows_per_step
         tokens = rows * self._phase.tokens / seconds
@@ -198,7 +177,7 @@ class Log:
             "real_tokens_per_second": tokens * summary.get("real_fraction", 1.0),
             "flops_per_second": rows * self._phase.objective.flops_per_row / seconds,
         }
-        note = f" {_short(speed['real_tokens_per_second'])} tok/s"
+        note = f" {speed['real_tokens_per_second'] / 1000:,.1f}k tok/s"
         if self._chip:
             mfu = speed["flops_per_second"] / (self._chip.flops * self._devices)
             speed["model_flops_utilization"] = mfu
@@ -216,25 +195,21 @@ class Log:
     def _send(self, step: int, split: str, values: dict[str, Any]) -> None:
         """Send values to what follows the run: TensorBoard, trackers, the reader of `--json`."""
         named = {f"{split}/{name}": value for name, value in values.items() if name != "step"}
-        with files.one_line_errors(_CANNOT_WRITE_EVENTS):
-            for name, value in named.items():
-                self._board.add(name, value, step)
-        for name, tracker in list(self._trackers.items()):
-            with self._dropped_if_failing(name):
-                tracker.log(step, named)
+        self._board.add(named, step)
+        self._track(lambda tracker: tracker.log(step, named))
         print_json({**values, "step": step, "split": split})
 
-    @contextlib.contextmanager
-    def _dropped_if_failing(self, name: str) -> Iterator[None]:
-        """Drop a tracker that raises an error, so that the run continues."""
-        try:
-            yield
-        except Exception as error:  # packages of others raise what they like
-            del self._trackers[name]
-            self._progress.say(
-                f"warning: config.trackers: {name} failed ({' '.join(str(error).split())[:200]}) and gets "
-                f"no more metrics until the run resumes; {self._folder / 'metrics.jsonl'} has all"
-            )
+    def _track(self, call: Callable[[trackers.Tracker], None]) -> None:
+        """Call all trackers; drop one that raises an error, so that the run continues."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # packages of others raise what they like
+                del self._trackers[name]
+                text = " ".join(str(error).split())[:200]
+                self._progress.say(
+                    f"warning: config.trackers: {name} failed and is left out ({text})"
+                )
 
 
 def print_json(line: dict[str, Any]) -> None:
@@ -248,15 +223,6 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _short(number: float) -> str:
-    """Return a number in three or four characters: 950, 1.2k, 34k, 5.6M."""
-    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= scale:
-            number /= scale
-            return f"{number:.1f}{unit}" if number < 10 else f"{number:.0f}{unit}"
-    return f"{number:.0f}"
-
-
 class EarlyStopping:
     """Early stopping after `config.patience` evaluations without improvement.
 
@@ -264,11 +230,10 @@ class EarlyStopping:
     """
 
     def __init__(self, config: TrainConfig, best: dict[str, Any], folder: pathlib.Path, step: int):
-        self._evaluations = getattr(config, "patience", 0)
+        self.patience = getattr(config, "patience", 0)
         self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
         self._since = best["since"]
-        self._values: list[float] = []
-        self._steps: list[int] = []
+        self._values: list[tuple[float, int]] = []  # and their steps
         for line in workdir.read_steps(folder / "metrics.jsonl"):
             if line.get("split") == "heldout" and line["step"] <= step:
                 self.add(line)
@@ -276,69 +241,74 @@ class EarlyStopping:
     def add(self, metrics: dict[str, Any]) -> None:
         """Add the metrics of an evaluation; those on other rows than the last phase's do not count."""
         if self._metric in metrics and metrics["step"] >= self._since:
-            self._values.append(self._sign * metrics[self._metric])
-            self._steps.append(metrics["step"])
+            self._values.append((self._sign * metrics[self._metric], metrics["step"]))
 
     @property
-    def best(self) -> tuple[int, float] | None:
+    def best(self) -> tuple[int | None, float | None]:
         """Step and value of the best evaluation, the last if tied; None before the first."""
         if not self._values:
-            return None
-        value, step = max(zip(self._values, self._steps, strict=True))
+            return None, None
+        value, step = max(self._values)
         return step, value * self._sign
-
-    @property
-    def reason(self) -> str:
-        """Why training stops, for a message."""
-        return f"no improvement in {self._evaluations} evaluations"
 
     @property
     def is_over(self) -> bool:
         """Whether to stop."""
-        since_best = (
-            len(self._values) - 1 - self._values.index(max(self._values)) if self._values else 0
-        )
-        return 0 < self._evaluations <= since_best
+        values = [value for value, _ in self._values] or [0.0]
+        return 0 < self.patience < len(values) - values.index(max(values))
 
 
 class _Board:
     """TensorBoard events of a run, written by the calling thread.
 
     The thread of tensorboardX's `SummaryWriter` drops errors, and blocks the run once it has died.
-
-    Args:
-        folder: folder of the event files.
-        step: current step; events of an earlier start after it are discarded.
+    TensorBoard discards events of an earlier start after `step`, the current step.
     """
 
+    _errors = files.one_line_errors("cannot write TensorBoard events")
+
+    @_errors
     def __init__(self, folder: pathlib.Path, step: int):
-        self._library, self._flushed = _tensorboardx(), time.monotonic()
-        with files.one_line_errors(f"cannot write {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._events = self._library.event_file_writer.EventsWriter(str(folder / "events"))
-            session = self._library.proto.event_pb2.SessionLog
-            self._write(step=step + 1, session_log=session(status=session.START))
+        self._library, self._synced = _tensorboardx(), time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = self._library.event_file_writer.EventsWriter(str(folder / "events"))
+        session = self._library.proto.event_pb2.SessionLog
+        self._write(step=step + 1, session_log=session(status=session.START))
 
     def _write(self, **fields: Any) -> None:
         event = self._library.proto.event_pb2.Event(wall_time=time.time(), **fields)
         self._events.write_event(event)
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self.flush()
 
-    def add(self, name: str, value: float, step: int) -> None:
-        """Write a scalar."""
-        self._write(step=step, summary=self._library.summary.scalar(name, value))
+    @_errors
+    def add(self, values: dict[str, float], step: int) -> None:
+        """Write scalars."""
+        for name, value in values.items():
+            self._write(step=step, summary=self._library.summary.scalar(name, value))
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            self.sync()
 
-    def add_hyperparameters(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Write what TensorBoard's HPARAMS tab shows."""
-        for summary in self._library.summary.hparams(values, metrics):
+    @_errors
+    def add_hyperparameters(self, config: TrainConfig, metric: str) -> None:
+        """Write the settings for TensorBoard's HPARAMS tab, which compares runs by `metric`."""
+        defaults, model = config_lib.flatten(type(config)()), config.model
+        values: dict[str, Any] = {
+            "model": f"L{model.layers}-H{model.hidden}-A{model.heads}",
+            "batch_size": config.batch_size,
+            "optim.learning_rate": config.optim.learning_rate,
+        }
+        for key, value in config_lib.flatten(config).items():
+            if value != defaults.get(key) and not key.endswith(".rows"):
+                values[key] = value if isinstance(value, bool | int | float) else str(value)
+        for summary in self._library.summary.hparams(values, {metric: 0.0}):
             self._write(summary=summary)
 
-    def flush(self) -> None:
+    @_errors
+    def sync(self) -> None:
         """Sync the events to disk."""
         self._events.flush()
-        self._flushed = time.monotonic()
+        self._synced = time.monotonic()
 
+    @_errors
     def close(self) -> None:
         """Sync the events to disk and close the file."""
         self._events.close()
@@ -357,17 +327,3 @@ def _tensorboardx() -> Any:
         if torch is not None:
             sys.modules["torch"] = torch
     return tensorboardX
-
-
-def _write_hyperparameters(board: _Board, config: TrainConfig, metric: str) -> None:
-    defaults = config_lib.flatten(type(config)())
-    model = config.model
-    values: dict[str, Any] = {
-        "model": f"L{model.layers}-H{model.hidden}-A{model.heads}",
-        "batch_size": config.batch_size,
-        "optim.learning_rate": config.optim.learning_rate,
-    }
-    for key, value in config_lib.flatten(config).items():
-        if value != defaults.get(key) and not key.endswith(".rows"):
-            values[key] = value if isinstance(value, bool | int | float) else str(value)
-    board.add_hyperparameters(values, {metric: 0.0})

@@ -1,5 +1,7 @@
 """Optimizers, learning-rate schedules, weight-decay masks, and averages of the parameters."""
 
+import functools
+import operator
 import re
 from typing import Any, NamedTuple
 
@@ -38,10 +40,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
             return peak * jnp.sqrt(max(warmup, 1) / jnp.maximum(step, max(warmup, 1)))
 
     elif config.schedule == "constant":
-
-        def decay(step):
-            return jnp.full(jnp.shape(step), peak)
-
+        decay = optax.constant_schedule(peak)
     else:
         power = 1.0 if config.schedule == "linear" else config.power
         decay = optax.polynomial_schedule(peak, end, power, steps)
@@ -61,11 +60,9 @@ def decay_mask(params: Params) -> Params:
     of `heads.ScalarMix`.
     """
 
-    def decays(path, _):
-        names = [str(key.key) for key in path]
-        return names[-1] not in ("bias", "scale", "weights")
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key not in ("bias", "scale", "weights"), params
+    )
 
 
 class MomentsState(NamedTuple):
@@ -99,20 +96,16 @@ def scale_by_adam_without_bias_correction(
 _MUON_RMS = 0.2
 
 
-def _muon_dimensions(params: Params) -> Params:
-    """Return how each of the encoder's kernels is a matrix, and None for all other parameters."""
-
-    def dimensions(path, x):
-        names = [str(key.key) for key in path]
-        if "encoder" not in names[:2] or names[-1] != "kernel":
-            return None
-        if x.ndim == 2:
-            return contrib.MuonDimensionNumbers(0, 1)
-        # Attention: the axes of heads are one axis of the matrix.
-        is_output = names[-2] == "output"
-        return contrib.MuonDimensionNumbers(*(((0, 1), 2) if is_output else (0, (1, 2))))
-
-    return jax.tree_util.tree_map_with_path(dimensions, params)
+def _muon_dimensions(path: Any, x: Any) -> contrib.MuonDimensionNumbers | None:
+    """Return how a parameter is a matrix; None if it is not one of the encoder's kernels."""
+    names = [str(key.key) for key in path]
+    if "encoder" not in names[:2] or names[-1] != "kernel":
+        return None
+    if x.ndim == 2:
+        return contrib.MuonDimensionNumbers(0, 1)
+    # Attention: the axes of heads are one axis of the matrix.
+    is_output = names[-2] == "output"
+    return contrib.MuonDimensionNumbers(*(((0, 1), 2) if is_output else (0, (1, 2))))
 
 
 def scale_by_muon_and_adam(config: OptimConfig) -> optax.GradientTransformation:
@@ -122,33 +115,24 @@ def scale_by_muon_and_adam(config: OptimConfig) -> optax.GradientTransformation:
     Optax corrects its bias, which Jordan's code does not: it matters in the first steps only.
     """
 
-    def labels(params):
-        return jax.tree.map(
-            lambda dimensions: "adam" if dimensions is None else "muon",
-            _muon_dimensions(params),
-            is_leaf=lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
-        )
+    def label(path, x):
+        return "muon" if _muon_dimensions(path, x) else "adam"
 
-    def scale(updates, _):
+    def scaled(path, update):
         """Scale orthogonal matrices, whose elements have a root mean square of 1/sqrt(longer side)."""
+        dimensions = _muon_dimensions(path, update)
+        assert dimensions
+        fan_in = np.prod(np.take(update.shape, dimensions.reduction_axis))
+        return _MUON_RMS * float(max(fan_in, update.size / fan_in)) ** 0.5 * update
 
-        def scaled(dimensions, update):
-            fan_in = np.prod(np.take(update.shape, dimensions.reduction_axis))
-            return _MUON_RMS * float(max(fan_in, update.size / fan_in)) ** 0.5 * update
-
-        return jax.tree.map(
-            scaled,
-            _muon_dimensions(updates),
-            updates,
-            is_leaf=lambda x: isinstance(x, contrib.MuonDimensionNumbers),
-        )
-
+    tree_map = jax.tree_util.tree_map_with_path
+    dimensions = functools.partial(tree_map, _muon_dimensions)
     muon = optax.chain(
-        contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=_muon_dimensions),
-        optax.stateless(scale),
+        contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=dimensions),
+        optax.stateless(lambda updates, _: tree_map(scaled, updates)),
     )
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
-    return optax.partition({"muon": muon, "adam": adam}, labels)
+    return optax.partition({"muon": muon, "adam": adam}, functools.partial(tree_map, label))
 
 
 class AverageState(NamedTuple):
@@ -200,13 +184,6 @@ def skip_update(state: Any) -> Any:
     )
 
 
-def _depth(path: tuple, layers: int) -> int:
-    """Return a parameter's depth: 0 for embeddings, 1 to `layers`, and `layers` + 2 for heads."""
-    name = "/".join(str(key.key) for key in path)
-    match = re.match(r"encoder/layer_(\d+)/", name)
-    return int(match.group(1)) + 1 if match else 0 if name.startswith("embeddings/") else layers + 2
-
-
 def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
     """Return the learning-rate multiplier of each parameter; 0 if it is frozen.
 
@@ -218,14 +195,16 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
     layers, frozen = config.model.layers, getattr(config, "frozen_layers", 0)
 
     def factor(path, _):
-        depth = _depth(path, layers)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer = re.match(r"encoder/layer_(\d+)/", name)
+        # 0 for embeddings, 1 to `layers`, and `layers` + 2 for heads.
+        depth = int(layer.group(1)) + 1 if layer else (layers + 2) * (path[0].key != "embeddings")
         if frozen and depth <= frozen:
             return 0.0
         is_adapter = path[-1].key in ("lora_a", "lora_b")
         is_frozen = config.model.head.features or (config.model.lora.rank and not is_adapter)
         if is_frozen and path[0].key in ("embeddings", "encoder"):
             return 0.0
-        name = "/".join(str(key.key) for key in path)
         scale = mup.scales(config.model, name)[1]
         return scale * config.optim.layer_decay ** (layers + 2 - depth)
 
@@ -269,13 +248,11 @@ def make_optimizer(run: TrainConfig) -> optax.GradientTransformation:
     transforms.append(optax.scale_by_learning_rate(schedule(config, run.steps)))
     frozen = getattr(run, "frozen_layers", 0) or run.model.head.features
     if config.layer_decay != 1 or frozen or run.model.mup.base_hidden:
-        transforms.append(
-            optax.stateless(
-                lambda updates, _: jax.tree.map(
-                    lambda factor, x: factor * x, learning_rate_multipliers(run, updates), updates
-                )
-            )
-        )
+
+        def scaled(updates, _):
+            return jax.tree.map(operator.mul, learning_rate_multipliers(run, updates), updates)
+
+        transforms.append(optax.stateless(scaled))
     if frozen or run.model.lora.rank:
         transforms = [trainable_only(run, optax.chain(*transforms))]
     if config.average_decay:

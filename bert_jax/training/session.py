@@ -21,7 +21,6 @@ from bert_jax.runtime import device, distributed, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.runtime.signals import catch_signals
 from bert_jax.storage import files
-from bert_jax.training import summary
 from bert_jax.training.log import EarlyStopping, Log
 from bert_jax.training.state import State, checkpoint_parts
 from bert_jax.training.step import Programs, compile_phase
@@ -41,19 +40,12 @@ def check_devices(config: TrainConfig, phases: Sequence[Phase], mesh: sharding.M
 
 
 class Session(NamedTuple):
-    """An open workdir.
+    """An open workdir."""
 
-    Attributes:
-        folder: the local folder.
-        checkpoints: its checkpoints.
-        early_stopping: with the metrics so far.
-        step: step of the newest checkpoint; 0 if there is none.
-    """
-
-    folder: pathlib.Path
+    folder: pathlib.Path  # the local folder
     checkpoints: Checkpoints
-    early_stopping: EarlyStopping
-    step: int
+    early_stopping: EarlyStopping  # with the metrics so far
+    step: int  # step of the newest checkpoint; 0 if there is none
 
 
 @contextlib.contextmanager
@@ -65,12 +57,9 @@ def open_session(
     metric: Metric,
     force: bool,
 ) -> Iterator[Session]:
-    """Open a workdir, or create it, on all processes of a run.
+    """Open a workdir, or create it, on all processes of a run; `metric` ranks the checkpoints.
 
-    Args:
-        folder: the workdir, which may be on object storage.
-        config, vocabulary, data, force: as in `workdir.write_or_check_config`.
-        metric: ranks the checkpoints.
+    The folder may be on object storage. For the other arguments see `workdir.write_or_check_config`.
     """
     best = {"best_by": metric.name, "highest": metric.higher_is_better}
     ranking: dict[str, Any] = best | {"since": workdir.comparable_since(config, data)}
@@ -81,11 +70,9 @@ def open_session(
         def claim() -> None:
             stack.enter_context(files.lock_folder(folder))
             workdir.write_or_check_config(folder, config, data, best, force, vocabulary)
+            checkpoint.move_damaged(folder)
 
         distributed.run_on_process_0("opening the workdir", claim)
-        distributed.run_on_process_0(
-            "checking the checkpoints", lambda: checkpoint.move_damaged(folder)
-        )
         checkpoints = Checkpoints(
             folder / "checkpoints",
             config.checkpoint,
@@ -111,36 +98,23 @@ def _open_remote_workdir(folder: str | pathlib.Path, stack: contextlib.ExitStack
 
 
 def _sync_workdir(folder: pathlib.Path) -> str:
-    """On object storage, give all processes the files of the workdir that process 0 has written.
-
-    Returns:
-        The token of the lease; "" for a local workdir.
-    """
+    """On object storage, give all processes what process 0 has written; return the lease's token."""
     if not storage.remote(folder):
         return ""
-    token = [""]
-    distributed.run_on_process_0("sharing the workdir", lambda: token.append(storage.push(folder)))
+    token = distributed.run_on_process_0("sharing the workdir", lambda: storage.push(folder))
     if jax.process_index():
         storage.pull(folder)
-    return distributed.gather("sharing the lease", token[-1])[0]
+    return token or ""
 
 
 class Monitors(NamedTuple):
-    """What shows, records and watches the steps of a run.
+    """What shows, records and watches the steps of a run."""
 
-    Attributes:
-        progress: progress bar, and lines that are kept in the workdir's log.txt.
-        log: metrics.
-        heartbeat: watches the other processes.
-        is_interrupted: whether this process has received a signal.
-        stop_flag: whether any process has.
-    """
-
-    progress: Progress
+    progress: Progress  # its lines are kept in the workdir's log.txt
     log: Log
-    heartbeat: distributed.Heartbeat
-    is_interrupted: Callable[[], bool]
-    stop_flag: distributed.StopFlag
+    heartbeat: distributed.Heartbeat  # watches the other processes
+    is_interrupted: Callable[[], bool]  # whether this process has received a signal
+    stop_flag: distributed.StopFlag  # whether any process has
 
 
 @contextlib.contextmanager
@@ -152,14 +126,7 @@ def open_monitors(
     metric: Metric,
     save_on_signal: bool,
 ) -> Iterator[Monitors]:
-    """Open the log of a run and watch its signals and processes.
-
-    Args:
-        session: the open workdir.
-        config, mesh, metric: of the run.
-        lines: printed first.
-        save_on_signal: whether to handle SIGTERM and SIGINT.
-    """
+    """Open the log of a run, say `lines`, and watch its processes and perhaps its signals."""
     folder, step = session.folder, session.step
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
@@ -172,8 +139,7 @@ def open_monitors(
         )
         heartbeat = stack.enter_context(distributed.Heartbeat())
         stop_flag = distributed.StopFlag(STEPS_AHEAD)
-        log = stack.enter_context(Log(folder, step, config, mesh, progress))
-        log.hyperparameters(metric.name)
+        log = stack.enter_context(Log(folder, step, config, mesh, progress, metric.name))
         yield Monitors(progress, log, heartbeat, is_interrupted, stop_flag)
 
 
@@ -186,12 +152,22 @@ def save_before(step: int, state: State, checkpoints: Checkpoints, log: Log) -> 
     checkpoints.wait()
 
 
-def describe_end(run: Session, step: int, seconds: float, metric: str) -> summary.End:
-    """Describe a finished run."""
-    best_step, best_value = run.early_stopping.best or (None, None)
+def describe_end(run: Session, step: int, seconds: float, metric: str) -> dict[str, Any]:
+    """Return how a run ended, as the last line of `--json`.
+
+    `seconds` is the duration of the last start, with compilation and evaluations, and `checkpoint` the
+    folder of the best one that is kept by the held-out metric, or of the last if none has metrics.
+    """
     run.checkpoints.wait()
-    kept = with_user_paths(str(run.checkpoints.folder_of(run.checkpoints.best_step())))
-    return summary.End(step, round(seconds, 1), metric, best_step, best_value, kept)
+    best_step, best = run.early_stopping.best
+    return {
+        "step": step,
+        "seconds": round(seconds, 1),
+        "metric": metric,
+        "best_step": best_step,
+        "best": best,
+        "checkpoint": with_user_paths(str(run.checkpoints.folder_of(run.checkpoints.best_step()))),
+    }
 
 
 def programs_of_phase(
@@ -204,18 +180,14 @@ def programs_of_phase(
     index: int,
 ) -> Programs:
     """Return the programs of a phase; compile them, and report how long it took, if they are new."""
-    if index in compiled:
-        return compiled[index]
-    phase = phases[index]
-    program = repr((config.model, config.optim, phase.batch_shape, mesh.shape, mesh.devices.flat[0].device_kind))  # fmt: skip
-    progress.status(f"compiling (about {device.compile_seconds(program):.0f} s) …")
-    start_time = time.monotonic()
-    compiled[index] = compile_phase(config, phase, mesh, shapes)
-    device.record_compile_seconds(program, time.monotonic() - start_time)
-    row_counts = " and ".join(map(str, phase.smaller_batch_sizes))
-    progress.say(
-        f"compiled the step for {phase.batch_size} rows of T={phase.tokens} "
-        f"in {time.monotonic() - start_time:.1f} s"
-        + (f"; compiling it for {row_counts} rows in the background" if row_counts else "")
-    )
+    if index not in compiled:
+        progress.status("compiling …")
+        phase, start_time = phases[index], time.monotonic()
+        compiled[index] = compile_phase(config, phase, mesh, shapes)
+        row_counts = " and ".join(map(str, phase.smaller_batch_sizes))
+        progress.say(
+            f"compiled the step for {phase.batch_size} rows of T={phase.tokens} "
+            f"in {time.monotonic() - start_time:.1f} s"
+            + (f"; compiling it for {row_counts} rows in the background" if row_counts else "")
+        )
     return compiled[index]

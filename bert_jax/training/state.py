@@ -45,10 +45,7 @@ def evaluated_params(state: State) -> Params:
 def with_params(state: State, start: Params, shapes: Params) -> State:
     """Return a state with the parameters of `start` in place of random ones; averages start there too.
 
-    Args:
-        state: the state at step 0.
-        start: a subset of the parameters.
-        shapes: shapes and shardings of all parameters.
+    `start` may be a subset; `shapes` are the shapes and shardings of all parameters.
     """
     shardings = flatten(shapes)
     placed = {k: jax.device_put(v, shardings[k].sharding) for k, v in flatten(start).items()}

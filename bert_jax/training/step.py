@@ -57,10 +57,12 @@ def make_step(config: TrainConfig, phase: Phase):
             inputs = objective.make_inputs(batch, input_key)
             normalizers = objective.normalizers(inputs)
         grad_fn = jax.grad(loss_fn, has_aux=True)
+
+        def gradients(inputs, key):
+            return grad_fn(state.params, state.teacher, inputs, key, normalizers)
+
         if accumulation == 1:
-            grads, loss_terms = grad_fn(
-                state.params, state.teacher, inputs, dropout_key, normalizers
-            )
+            grads, loss_terms = gradients(inputs, dropout_key)
         else:
             # Microbatch i takes every accumulation-th row, so each device splits its own rows.
             # Normalizing by the whole batch makes microbatches add up to the batch's gradient.
@@ -71,17 +73,11 @@ def make_step(config: TrainConfig, phase: Phase):
             def accumulate(total, item):
                 i, microbatch = item
                 key = jax.random.fold_in(dropout_key, i)
-                grads_and_terms = grad_fn(state.params, state.teacher, microbatch, key, normalizers)
+                grads_and_terms = gradients(microbatch, key)
                 return jax.tree.map(jnp.add, total, grads_and_terms), None
 
-            shapes = jax.eval_shape(
-                grad_fn,
-                state.params,
-                state.teacher,
-                jax.tree.map(lambda x: x[0], microbatches),
-                dropout_key,
-                normalizers,
-            )
+            first = jax.tree.map(lambda x: x[0], microbatches)
+            shapes = jax.eval_shape(gradients, first, dropout_key)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             (grads, loss_terms), _ = jax.lax.scan(
                 accumulate, zeros, (jnp.arange(accumulation), microbatches)
@@ -103,13 +99,12 @@ def make_step(config: TrainConfig, phase: Phase):
                 state.seed,
                 history,
             )
-            skipped = State(
-                state.step + 1,
-                state.params,
-                optim.skip_update(state.optimizer),
-                sums,
-                state.seed,
-                recent._replace(skipped=recent.skipped + 1),
+            skipped = state._replace(
+                step=state.step + 1,
+                optimizer=optim.skip_update(state.optimizer),
+                sums=sums,
+                recent=recent._replace(skipped=recent.skipped + 1),
+                teacher=None,
             )
             stopped = state._replace(
                 recent=state.recent._replace(halted=jnp.array(True)), teacher=None
@@ -132,57 +127,39 @@ def compile_step(config: TrainConfig, phase: Phase, mesh: sharding.Mesh, state: 
             *2 * (sharding.replicated(mesh),),
         ),
     )
-    with jax.set_mesh(mesh), device.no_garbage_collection():
+    with jax.set_mesh(mesh):
         compiled = step.lower(state, batch).compile()
     if memory := compiled.memory_analysis():
         device.limit_malloc_retention(memory.temp_size_in_bytes)
     return compiled
 
 
-class _StepPrograms:
-    """The training step of a phase, compiled for each of its row counts.
-
-    The largest row count is compiled at once, the others in a background thread. A step waits for
-    its program if necessary, so which program it runs depends on its batch alone.
-    """
-
-    def __init__(self, compile_: Callable[[Phase], Any], phase: Phase):
-        self._largest = compile_(phase.with_rows(phase.batch_size))
-        # One thread: a second compilation would slow down the first and the running steps.
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._smaller = {
-            rows: pool.submit(compile_, phase.with_rows(rows)) for rows in phase.smaller_batch_sizes
-        }
-        pool.shutdown(wait=False)
-
-    def __call__(self, state: State, batch: dict[str, Any]) -> Any:
-        smaller = self._smaller.get(len(batch["tokens"]))
-        return (smaller.result() if smaller else self._largest)(state, batch)
-
-    def as_text(self) -> str:
-        """Return the HLO text of the program for the most rows, the only one that is profiled."""
-        return self._largest.as_text()
-
-
 class Programs(NamedTuple):
-    """Compiled functions of a phase, which do not depend on the seed.
+    """Compiled functions of a phase, which do not depend on the seed."""
 
-    Attributes:
-        step: the function of `make_step`; the state is donated.
-        evaluate: held-out evaluation, parameters -> metrics.
-    """
-
-    step: Callable[..., tuple[State, dict[str, Any], guard.StepStats]]
-    evaluate: Callable[[Params], dict[str, float]]
+    step: Callable[..., tuple[State, dict[str, Any], guard.StepStats]]  # donates the state
+    largest: Any  # the compiled step for the most rows, the only one that is profiled
+    evaluate: Callable[[Params], dict[str, float]]  # parameters -> held-out metrics
 
 
 def compile_phase(config: TrainConfig, phase: Phase, mesh: sharding.Mesh, state: State) -> Programs:
-    """Compile the step of a phase; the evaluation compiles when it is first called."""
+    """Compile the step of a phase; the evaluation compiles when it is first called.
 
-    def compile_(phase: Phase) -> Any:
-        return compile_step(config, phase, mesh, state)
+    The largest row count is compiled at once, others in a background thread. A step waits for its program
+    if necessary, so which program it runs depends on its batch alone.
+    """
 
-    return Programs(
-        _StepPrograms(compile_, phase) if phase.smaller_batch_sizes else compile_(phase),
-        make_evaluate(phase, mesh),
-    )
+    def compile_(rows: int) -> Any:
+        return compile_step(config, phase.with_rows(rows), mesh, state)
+
+    largest = compile_(phase.batch_size)
+    # One thread: a second compilation would slow down the first and the running steps.
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    smaller = {rows: pool.submit(compile_, rows) for rows in phase.smaller_batch_sizes}
+    pool.shutdown(wait=False)
+
+    def step(state: State, batch: dict[str, Any]) -> Any:
+        program = smaller.get(len(batch["tokens"]))
+        return (program.result() if program else largest)(state, batch)
+
+    return Programs(step if smaller else largest, largest, make_evaluate(phase, mesh))

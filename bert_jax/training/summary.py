@@ -1,8 +1,9 @@
 """Lines printed at the start and end of a run, and warnings about its settings."""
 
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from bert_jax.config.schema import Config, TrainConfig
 from bert_jax.errors import with_user_paths
@@ -29,9 +30,7 @@ def start_lines(
 ) -> Iterator[str]:
     """Yield lines about devices, model, what it starts from, data, batch, and where files go.
 
-    Args:
-        config, mesh, phases, data, folder: as in `train`.
-        params: the parameters or their shapes.
+    The arguments are those of `train`; `params` are the parameters or their shapes.
     """
     model = config.model
     hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
@@ -44,6 +43,7 @@ def start_lines(
     if isinstance(config, Config):
         if "init" in data[0]:
             yield from map(with_user_paths, warm_start.describe_start(data[0]["init"]))
+        epochs = _epochs(phases, data)
         different = {rows["digest"]: rows for rows in data}.values()  # phases may share rows
         train, tokens, heldout = (
             sum(rows[split][key] for rows in different)
@@ -51,7 +51,7 @@ def start_lines(
         )
         yield (
             f"data: {train:,} rows with {tokens:,} real tokens, "
-            f"{_count(sum(_epochs(phases, data)))} epochs; {heldout:,} rows held out"
+            f"{epochs:,.1f} epochs; {heldout:,} rows held out"
         )
     sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
     yield (
@@ -67,14 +67,9 @@ def _changes(folder: pathlib.Path) -> Iterator[str]:
     starts = workdir.read_steps(folder / "starts.jsonl")[-2:]
     if len(starts) < 2 or not starts[1]["step"]:
         return
-    before, now = (
-        {**start.get("versions", {}), "devices": start.get("devices")} for start in starts
-    )
-    if differ := [
-        f"{name} {before.get(name)}, now {now[name]}"
-        for name in now
-        if before.get(name) != now[name]
-    ]:
+    before, now = ({**x.get("versions", {}), "devices": x.get("devices")} for x in starts)
+    differ = [f"{k} {before.get(k)}, now {now[k]}" for k in now if before.get(k) != now[k]]
+    if differ:
         yield (
             f"warning: the last start had other versions or devices ({'; '.join(differ)}): results may "
             "differ in their last bits from those of an uninterrupted run"
@@ -94,7 +89,7 @@ def warnings(
         )
     if not isinstance(config, Config):
         return
-    epochs = sum(_epochs(phases, data))
+    epochs = _epochs(phases, data)
     if epochs < _MIN_EPOCHS:
         yield f"warning: the run sees {epochs:.0%} of the rows: for all of them, raise config.steps"
     if epochs > _MAX_EPOCHS:
@@ -102,10 +97,10 @@ def warnings(
             f"warning: the run sees all rows {epochs:,.0f} times: it will overfit; lower config.steps "
             "or prepare more text"
         )
-    targets = min(
-        rows["heldout"]["real_tokens"] * _evaluated_fraction(config, rows["heldout"]["rows"])
-        for rows in data
-    )
+    targets = math.inf
+    for heldout in (rows["heldout"] for rows in data):
+        evaluated = (config.evaluate_rows or math.inf) / max(heldout["rows"], 1)  # 0 means all
+        targets = min(targets, heldout["real_tokens"] * min(evaluated, 1.0))
     if not config.model.causal:
         targets *= config.masking.final_rate or config.masking.rate
     if targets < _MIN_HELDOUT_TARGETS:
@@ -115,31 +110,13 @@ def warnings(
         )
 
 
-class End(NamedTuple):
-    """How a run ended.
-
-    Attributes:
-        step: the last step.
-        seconds: duration of the last start, with compilation and evaluations.
-        metric: name of the held-out metric that selects the best checkpoint.
-        best_step, best: step and value of its best evaluation; None if there was none.
-        checkpoint: folder of the best checkpoint that is kept, or of the last if none has metrics.
-    """
-
-    step: int
-    seconds: float
-    metric: str
-    best_step: int | None
-    best: float | None
-    checkpoint: str
-
-    def lines(self) -> Iterator[str]:
-        """Yield what to print."""
-        yield f"finished step {self.step:,} after {duration(self.seconds)}"
-        result = ""
-        if self.best is not None:
-            result = f"best held-out {self.metric} {self.best:.4f} at step {self.best_step:,}; "
-        yield f"{result}checkpoint: {self.checkpoint}"
+def end_lines(end: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about how a run ended (`session.describe_end`)."""
+    yield f"finished step {end['step']:,} after {duration(end['seconds'])}"
+    result = ""
+    if end["best"] is not None:
+        result = f"best held-out {end['metric']} {end['best']:.4f} at step {end['best_step']:,}; "
+    yield f"{result}checkpoint: {end['checkpoint']}"
 
 
 def duration(seconds: float) -> str:
@@ -149,18 +126,9 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def _evaluated_fraction(config: Config, heldout_rows: int) -> float:
-    """Return the fraction of the held-out rows that evaluations during the run use."""
-    if not config.evaluate_rows or not heldout_rows:  # 0 means all
-        return 1.0
-    return min(config.evaluate_rows / heldout_rows, 1.0)
-
-
-def _count(number: float) -> str:
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-
-
-def _epochs(phases: Sequence[Phase], data: Sequence[dict[str, Any]]) -> Iterator[float]:
-    """Yield how often each phase sees its rows."""
-    for phase, rows in zip(phases, data, strict=True):
-        yield phase.batch_size * (phase.end_step - phase.first_step) / rows["train"]["rows"]
+def _epochs(phases: Sequence[Phase], data: Sequence[dict[str, Any]]) -> float:
+    """Return how often the phases see their rows, all in all."""
+    return sum(
+        phase.batch_size * (phase.end_step - phase.first_step) / rows["train"]["rows"]
+        for phase, rows in zip(phases, data, strict=True)
+    )

@@ -35,13 +35,8 @@ def record(
 ) -> Iterator[None]:
     """Trace the block into a new folder, replacing an earlier trace. Nothing remains on an error.
 
-    Args:
-        folder: the folder to create.
-        program: the compiled program that the block executes.
-        steps: how often it is executed; the device must be idle before the first and after the last.
-        dtype: dtype that it computes in.
-        print_line: prints a line.
-        summarize: called with the finished trace; may add files to its folder.
+    The block executes `program`, which computes in `dtype`, `steps` times; the device must be idle before
+    the first and after the last. `summarize` is called with the finished trace and may add files to it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     options = jax.profiler.ProfileOptions()
@@ -56,22 +51,11 @@ def record(
     print_line(f"{summary}in {folder}")
 
 
-class _Discarded(Exception):
-    """Thrown into `record` to end a trace without keeping it."""
-
-
 class StepTracer:
     """Traces the configured steps among those of a loop that runs one program.
 
     Use it as a context manager around the loop, whose end discards an unfinished trace. A loop that
-    begins among the configured steps traces the rest of them.
-
-    Args:
-        config: names the steps.
-        span: steps of the loop.
-        folder: the workdir.
-        program: the compiled step.
-        print_line, summarize: as in `record`.
+    begins among the configured steps traces the rest of them. `span` are the steps of the loop.
     """
 
     def __init__(
@@ -85,7 +69,7 @@ class StepTracer:
     ):
         requested = profiled_steps(config)
         self._first, self._end = max(requested.start, span.start), min(requested.stop, span.stop)
-        self._recording: Any = None
+        self._trace = contextlib.ExitStack()
         self._arguments = (
             folder / FOLDER / f"steps_{requested.start}_{requested.stop}",
             program,
@@ -99,8 +83,7 @@ class StepTracer:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._recording:
-            self._recording.__exit__(_Discarded, _Discarded(), None)
+        self._trace.__exit__(Exception, Exception(), None)  # `record` keeps nothing on an error
 
     def is_boundary(self, step: int) -> bool:
         """Whether a trace starts or ends before this step; the device must then be idle."""
@@ -108,14 +91,11 @@ class StepTracer:
 
     def update(self, step: int) -> None:
         """Start or end the trace if `step`, the next one, is a boundary."""
-        if not self.is_boundary(step) or jax.process_index():
-            return
-        if self._recording:
-            recording, self._recording = self._recording, None
-            recording.__exit__(None, None, None)
-        elif step == self._first:
-            self._recording = record(*self._arguments)
-            self._recording.__enter__()
+        if self.is_boundary(step) and not jax.process_index():
+            if step == self._first:
+                self._trace.enter_context(record(*self._arguments))
+            else:
+                self._trace.close()
 
     def annotate(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, and mark the time spent waiting for them in the trace."""

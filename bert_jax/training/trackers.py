@@ -4,16 +4,15 @@ Both work offline: with WANDB_MODE=offline a run is written to its workdir, for 
 writes to a folder or a server (MLFLOW_TRACKING_URI). A resumed run continues the same tracker run.
 """
 
-import contextlib
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from bert_jax import storage
 from bert_jax.config.schema import TrainConfig, flatten
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, missing
 
 PROJECT = "bert_jax"
 # Give up after about two minutes if a server does not answer. By default MLflow, for which a run waits
@@ -42,42 +41,25 @@ class Tracker(Protocol):
 def open_trackers(
     config: TrainConfig, folder: pathlib.Path, run: str, devices: str
 ) -> dict[str, Tracker]:
-    """Open the trackers of `config.trackers`, by name.
-
-    Args:
-        config: config of the run.
-        folder: the workdir.
-        run: identity of the run, which a resumed run keeps.
-        devices: description of the devices.
-    """
+    """Open the trackers of `config.trackers`, by name; a run that resumes keeps its identity `run`."""
     makers: dict[str, Callable[..., Tracker]] = {"wandb": _Wandb, "mlflow": _MLflow}
     settings = {**flatten(config), "devices": devices}
-    for variable, value in _LIMITS.items():
-        os.environ.setdefault(variable, value)
     trackers = {}
     for name in config.trackers:
-        with _one_line_errors(name):
+        os.environ.update({**_LIMITS, **os.environ})
+        try:
             trackers[name] = makers[name](settings, folder, run)
+        except ImportError as error:
+            raise missing(f"config.trackers: {name} is not installed", name) from error
+        except UserError:
+            raise
+        except Exception as error:  # packages of others raise what they like
+            text = " ".join(str(error).split())[:200]
+            offline = {"wandb": "WANDB_MODE=offline", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
+            raise UserError(
+                f"config.trackers: {name} does not start ({text}); {offline[name]} needs no server"
+            ) from error
     return trackers
-
-
-@contextlib.contextmanager
-def _one_line_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise UserError(
-            f"config.trackers: {name} is not installed: pip install 'bert-jax[{name}]'"
-        ) from error
-    except UserError:
-        raise
-    except Exception as error:  # packages of others raise what they like
-        offline = {"wandb": "WANDB_MODE=offline", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
-        text = " ".join(str(error).split())
-        raise UserError(
-            f"config.trackers: {name} does not start ({text[:200]}); "
-            f"{offline[name]} needs no server"
-        ) from error
 
 
 class _Wandb:
@@ -110,10 +92,7 @@ class _MLflow:
 
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri and storage.remote(folder):
-            raise UserError(
-                "config.trackers: mlflow: a workdir on object storage needs a server: set "
-                "MLFLOW_TRACKING_URI"
-            )
+            raise UserError("mlflow needs MLFLOW_TRACKING_URI for a workdir on object storage")
         # Runs in folders beside each other are compared.
         uri = uri or f"sqlite:///{folder.absolute().parent / 'mlflow.db'}"
         self._entities = mlflow.entities
