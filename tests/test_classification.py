@@ -16,7 +16,7 @@ from bert_jax.config.schema import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.tasks import metrics, tables
+from bert_jax.tasks import metrics, plots
 from bert_jax.tasks.base import FinetuneDataset
 from bert_jax.tasks.swag import MultipleChoice
 from bert_jax.tasks.tables import Classification, _is_labeled, probabilities
@@ -324,8 +324,8 @@ def test_probabilities_do_not_overflow():
 
 
 def test_written_probabilities_and_confusion_matrix(tmp_path, monkeypatch):
-    draw, seen = tables.draw_confusion, []
-    monkeypatch.setattr(tables, "draw_confusion", lambda *args: (seen.append(args[0]), draw(*args)))
+    draw, seen = plots.draw_confusion, []
+    monkeypatch.setattr(plots, "draw_confusion", lambda *args: (seen.append(args[0]), draw(*args)))
     dataset = Classification(task(tmp_path), VOCABULARY)
     logits = [[0.0, 1.0], [2.0, 0.0], [0.0, 0.5]]
     score = dataset.score("train", list(np.array(logits)))

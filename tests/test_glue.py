@@ -152,32 +152,6 @@ def test_mnli_matched_and_mismatched_are_separate_splits(folder):
     assert list(evaluated) == [name for name in result.splits if name != "train"]
 
 
-def test_original_mrpc_files(tmp_path):
-    root = tmp_path / "MRPC"
-    header = ["\ufeffQuality", *MRPC[1:]]
-    rows = [(i % 2, i, i + 100, f"w{i}", '"w9') for i in range(5)]
-    write(root / "msr_paraphrase_train.txt", header, *rows)
-    write(root / "msr_paraphrase_test.txt", header, (1, 7, 8, "w1", "w2"))
-    with pytest.raises(UserError, match=r"dev_ids\.tsv"):
-        dataset(tmp_path, "mrpc")
-    names = {
-        split: str(root / f"msr_paraphrase_{x}.txt")
-        for split, x in (("train", "train"), ("dev", "test"))
-    }
-    named = Glue(TaskConfig(name="mrpc", **names), VOCABULARY)
-    assert [len(named.splits[split]) for split in ("train", "dev")] == [5, 1]
-    write(root / "dev_ids.tsv", (3, 103), (0, 100), (102, 2))
-    result = dataset(tmp_path, "mrpc")
-    assert [words(result.splits["dev"], i) for i in (0, 1)] == [
-        '[CLS] w0 [SEP] " w9 [SEP]',
-        '[CLS] w3 [SEP] " w9 [SEP]',
-    ]
-    assert result.splits["train"].targets["label"].tolist() == [1, 0, 0]
-    assert result.splits["test"].targets["label"].tolist() == [1]  # the test file has labels
-    result.write("test", [np.array([0.0, 1.0])], tmp_path)
-    assert (tmp_path / "MRPC.tsv").read_text() == "index\tprediction\n0\t1\n"
-
-
 def test_single_files_and_new_data(folder, tmp_path):
     labels = ("entailment", "not_entailment")
     header = ("index", "question", "sentence", "label")

@@ -19,7 +19,7 @@ from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tasks import conll_score
-from bert_jax.tasks.base import Logits
+from bert_jax.tasks.base import NEW, FinetuneDataset, Logits, Prediction, Text
 from bert_jax.tasks.tables import find_files, probabilities, read_labels
 
 # File names of the splits in a folder of CoNLL files.
@@ -46,8 +46,8 @@ class _Sentences:
     positions: list[np.ndarray]
 
 
-class TokenClassification:
-    """A token classification `FinetuneDataset`: one label per word.
+class TokenClassification(FinetuneDataset):
+    """A token classification dataset: one label per word.
 
     `config.text_a` and `label` can be column numbers, from 1; by default words are in the first and
     labels in the last column. `config.data` is a folder with, e.g., train.txt, valid.txt and test.txt.
@@ -60,7 +60,7 @@ class TokenClassification:
         tagging: how labels mark entities; None if they label single words.
     """
 
-    head, objective = "token", "class"
+    head = "token"
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class TokenClassification:
         vocabulary: Vocabulary,
         training: bool = True,
         labels: tuple[str, ...] = (),
-        new: str = "",
+        new: str | Sequence[Text] = "",
     ):
         self.config, self.report = config, []
         self._word = _column(config.text_a, "text_a", "text", 0)
@@ -79,11 +79,10 @@ class TokenClassification:
             raise UserError(
                 "the labels are unknown: set config.task.train, or list them in config.task.labels"
             )
-        requested = [split for split in paths if training or split != "train"]
         read = {
-            split: conll_score.read(paths[split])
-            for split in paths
-            if split in requested or (split == "train" and not known)
+            split: conll_score.read(path)
+            for split, path in paths.items()
+            if training or split != "train" or not known
         }
         for split, sentences in read.items():
             labeled = split == "train" or (split == "dev" and not labels)
@@ -98,10 +97,11 @@ class TokenClassification:
             )
         self.tagging = conll_score.find_tagging(self.labels)
         self.best_by = "f1" if self.tagging else "accuracy"
-        self.splits: dict[str, Examples] = {}
+        self.splits = {}
         self._sentences: dict[str, _Sentences] = {}
-        for split in requested:
-            sentences = read[split]
+        for split, sentences in read.items():
+            if split == "train" and not training:
+                continue
             tags = self._tags(split, paths[split], sentences)
             words = [sentence.column(self._word) for sentence in sentences]
             documents = [sentence.document for sentence in sentences]
@@ -112,10 +112,10 @@ class TokenClassification:
             self._add(split, vocabulary, words, tags, documents)
         if new:
             lines = list(self._new_words(new))
-            if not any(words for _, words in lines):
+            if isinstance(new, str) and not any(words for _, words in lines):
                 raise UserError(f"{new}: no words: expected sentences, one per line")
             words, documents = [words for _, words in lines], [document for document, _ in lines]
-            self._add("new", vocabulary, words, None, documents)
+            self._add(NEW, vocabulary, words, None, documents)
 
     def _require_columns(
         self, path: str, sentences: Sequence[conll_score.Sentence], min_columns: int
@@ -160,11 +160,17 @@ class TokenClassification:
             )
         return result
 
-    def _new_words(self, source: str) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number of the document, and the words, of each line or sentence.
+    def _new_words(self, source: str | Sequence[Text]) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number of the document, and the words, of each text, line or sentence.
 
-        A line of text is a document of its own.
+        A text, or a line of text, is a document of its own.
         """
+        if not isinstance(source, str):
+            for number, text in enumerate(source):
+                if not isinstance(text, str):
+                    raise UserError(f"text {number} is a pair: tagging takes single texts")
+                yield number, text.split()
+            return
         kind = tables.kind_of(source)
         is_text = source == tables.STANDARD_INPUT or kind in (".txt", ".jsonl", ".parquet")
         if kind == ".txt" and self._holds_columns(source):
@@ -211,14 +217,9 @@ class TokenClassification:
         index = {label: i for i, label in enumerate(self.labels)}
         tokens, targets, positions, num_split = [], [], [], 0
         # Context that a sequence may include around its words: the document, or the sentence.
-        if self.config.document_context:
-            scopes = [
-                [i for i, _ in group]
-                for _, group in itertools.groupby(enumerate(documents), lambda pair: pair[1])
-            ]
-        else:
-            scopes = [[i] for i in range(len(words))]
-        for scope in scopes:
+        scope_ids = documents if self.config.document_context else range(len(words))
+        for _, group in itertools.groupby(range(len(words)), scope_ids.__getitem__):
+            scope = list(group)
             scope_words = [pieces[word] for i in scope for word in words[i]]
             begin = np.cumsum([0, *map(len, scope_words)])
             flat = np.array([piece for word in scope_words for piece in word], np.int32)
@@ -240,14 +241,13 @@ class TokenClassification:
                     targets.append(target)
                     positions.append(position)
                     first += n
-        note = self.report.append
-        note(f"{split}: {len(words):,} sentences of {sum(map(len, words)):,} words")
-        if num_split:
-            note(f"{split}: {num_split:,} sentences longer than {max_pieces:,} word pieces split")
-        if num_cut:
-            note(f"{split}: {num_cut:,} words longer than that truncated")
-        if num_unknown:
-            note(f"{split}: {num_unknown:,} words without any valid character read as [UNK]")
+        notes = {
+            f"sentences of {sum(map(len, words)):,} words": len(words),
+            f"sentences longer than {max_pieces:,} word pieces split": num_split,
+            "words longer than that truncated": num_cut,
+            "words without any valid character read as [UNK]": num_unknown,
+        }
+        self.report += [f"{split}: {n:,} {note}" for note, n in notes.items() if n]
         self.splits[split] = Examples(
             tokens, [len(sequence) for sequence in tokens], token_targets={"label": targets}
         )
@@ -264,6 +264,11 @@ class TokenClassification:
     def predicted(self, probs: list[np.ndarray]) -> list[list[str]]:
         """Return the labels of each sentence's words, given the result of `predict`."""
         return [[self.labels[i] for i in word_probs.argmax(1)] for word_probs in probs]
+
+    def predictions(self, split: str, logits: Logits) -> list[Prediction]:
+        """Return the labels of each sentence's words."""
+        predicted = self.predicted(self.predict(split, logits))
+        return [Prediction(tuple(labels), {}) for labels in predicted]
 
     def score(self, split: str, logits: Logits) -> dict[str, float]:
         """Return `conll_score.score` of the split; empty if its labels are unknown."""

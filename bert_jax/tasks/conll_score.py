@@ -312,9 +312,8 @@ def _require_same_words(
         [(s.line_of(i), word) for s in file for i, word in enumerate([*s.column(0), ""])]
         for file in (sentences, other_sentences)
     )
-    for (line, word), (other_line, other) in itertools.zip_longest(
-        lines, other_lines, fillvalue=("end", "")
-    ):
+    pairs = itertools.zip_longest(lines, other_lines, fillvalue=("end", ""))
+    for (line, word), (other_line, other) in pairs:
         if word != other:
             raise UserError(
                 f"{other_path}:{other_line}: the word {other[:50]!r}, but {path}:{line} has "

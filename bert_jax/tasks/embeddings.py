@@ -10,10 +10,9 @@ from jaxtyping import Float
 
 from bert_jax.data import tables
 from bert_jax.errors import UserError
-from bert_jax.tasks import metrics
+from bert_jax.tasks import metrics, plots
 from bert_jax.tasks.tables import (
     PREDICTIONS,
-    draw_scatter,
     existing,
     read_number,
     write_table,
@@ -52,7 +51,7 @@ class Similarity:
         cosines = self._cosines(vectors)
         lines = ([str(i), f"{cosine:.6f}"] for i, cosine in enumerate(cosines))
         write_table(folder / PREDICTIONS, [["index", "cosine"], *lines])
-        draw_scatter(self.scores, cosines, folder / "scatter.png")
+        plots.draw_scatter(self.scores, cosines, folder / "scatter.png")
 
     def _cosines(self, vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, " E"]:
         unit = unit_vectors(vectors)

@@ -22,8 +22,8 @@ from bert_jax.errors import UserError, missing
 from bert_jax.storage import files
 from bert_jax.tasks import metrics
 from bert_jax.tasks import tables as classification
-from bert_jax.tasks.base import Logits
-from bert_jax.tasks.tables import NEW, Classification, Row, existing, find_files, write_table
+from bert_jax.tasks.base import NEW, Logits, Text
+from bert_jax.tasks.tables import Classification, Row, existing, find_files, write_table
 
 TFDS = "tfds"
 
@@ -82,13 +82,6 @@ _INDEX = ("index", "id")
 # GLUE's diagnostic set, evaluated with models trained on MNLI.
 _AX = ("diagnostic/diagnostic.tsv", "AX/AX.tsv", "AX/diagnostic.tsv")
 _COLA_COLUMNS = ("source", "label", "mark", "sentence")
-_MRPC_TRAIN, _MRPC_DEV_IDS = "msr_paraphrase_train.txt", "dev_ids.tsv"
-# MRPC's original files; that of the training set also holds the dev set.
-_MRPC_FILES = {
-    "train": (_MRPC_TRAIN,),
-    "dev": (_MRPC_TRAIN,),
-    "test": ("msr_paraphrase_test.txt",),
-}
 # Files of a submission and the number of predictions that the server expects in each.
 SUBMISSION = {
     "CoLA.tsv": 1_063,
@@ -106,7 +99,7 @@ SUBMISSION = {
 
 
 class Glue(Classification):
-    """A `FinetuneDataset` of a GLUE task.
+    """A dataset of a GLUE task.
 
     Splits are "train", "dev" and "test". For MNLI, "dev" and "test" are the matched sets, and there
     are "dev_mismatched", "test_mismatched" and, if its file exists, the diagnostic set "ax".
@@ -122,7 +115,7 @@ class Glue(Classification):
         vocabulary: Vocabulary,
         training: bool = True,
         labels: tuple[str, ...] = (),
-        new: str = "",
+        new: str | Sequence[Text] = "",
     ):
         self.task = TASKS[config.name]
         texts = (config.text_a, *([config.text_b] if config.text_b else []))
@@ -149,8 +142,7 @@ class Glue(Classification):
         root = pathlib.Path(self.config.data)
         folder = root / self.task.folder if (root / self.task.folder).is_dir() else root
         splits = _MNLI_SPLITS if self.config.name == "mnli" else _SPLITS
-        original = _MRPC_FILES if self.config.name == "mrpc" else {}
-        names = {x: (f"{name}.tsv", *original.get(x, ())) for x, name in splits.items()}
+        names = {split: (f"{name}.tsv",) for split, name in splits.items()}
         paths = find_files(self.config, folder, names)
         if self.config.name == "mnli" and self.config.data:
             candidates = (existing(parent / name) for parent in (root, folder) for name in _AX)
@@ -158,18 +150,16 @@ class Glue(Classification):
                 paths["ax"] = path
         return paths
 
-    def rows(self, split: str, source: str) -> Iterator[Row]:
-        """Yield the rows of a split's file."""
-        if split == NEW:
+    def rows(self, split: str, source: str | Sequence[Text]) -> Iterator[Row]:
+        """Yield the rows of a split's file, or of new texts."""
+        if split == NEW or not isinstance(source, str):
             yield from super().rows(split, source)
         elif source.startswith(f"{TFDS}:"):
             yield from _tfds_rows(self.config.name, source)
         else:
             skipped: list[str] = []
-            sources = self.sources()
             required = classification.requires_labels(split, self._model_labels)
-            shared = sources.get("train") == sources.get("dev")
-            yield from read(self.config.name, source, split, required, skipped, shared)
+            yield from read(self.config.name, source, split, required, skipped)
             if skipped:
                 self.report.append(
                     f"{split}: {len(skipped):,} rows skipped for missing columns, the first "
@@ -197,43 +187,30 @@ class Glue(Classification):
 
 
 def read(
-    name: str,
-    source: str,
-    split: str,
-    requires_labels: bool,
-    skipped: list[str],
-    shared: bool = True,
+    name: str, source: str, split: str, requires_labels: bool, skipped: list[str]
 ) -> Iterator[Row]:
-    """Yield the rows of a file in GLUE's format, or of MRPC's original files.
+    """Yield the rows of a file in GLUE's format.
 
     Args:
         name, source, split: the task, the file and the split that it holds.
         requires_labels: whether a row without a label is an error.
         skipped: list to which a message is appended for each skipped row of QQP.
-        shared: whether MRPC's original training file also holds the dev set, as in GLUE; False if
-            another file was named for it.
     """
-    task, path = TASKS[name], pathlib.Path(source)
-    no_header = name == "cola" and not split.startswith("test")
-    original = shared and name == "mrpc" and path.name.startswith(_MRPC_TRAIN)
-    dev_ids = _mrpc_dev_ids(path.parent) if original else set()
+    task = TASKS[name]
     records = tables.read(
-        path,
+        source,
         task.texts,
         kind=".tsv",
-        header=_COLA_COLUMNS if no_header else None,
+        header=_COLA_COLUMNS if name == "cola" and not split.startswith("test") else None,
         quoting=False,
         empty=True,  # QQP contains empty questions
         skip=skipped.append if name == "qqp" else None,
     )
     for number, (where, fields) in enumerate(records):
-        ids = (fields.get("#1 ID"), fields.get("#2 ID"))
-        if original and (ids in dev_ids) != (split == "dev"):
-            continue
-        texts = [fields[column] for column in task.texts]
+        a, b = [*(fields[column] for column in task.texts), None][:2]
         label = classification.get_label(where, fields, task.label, requires_labels)
         index = next((fields[name] for name in _INDEX if name in fields), str(number))
-        yield Row(where, index, texts[0], texts[1] if len(texts) > 1 else None, label)
+        yield Row(where, index, a, b, label)
 
 
 def score(name: str, data: str, predictions: str) -> dict[str, float]:
@@ -265,13 +242,10 @@ def score(name: str, data: str, predictions: str) -> dict[str, float]:
         raise UserError(f"{where}: prediction for index {index}, which {data} does not have")
     if not labels:
         raise UserError(f"{data} holds no rows to score")
+    truth, guesses = np.array(labels), np.array(predicted)
     if task.labels:
-        values = metrics.classification(
-            np.array(labels, np.int64), np.array(predicted, np.int64), len(task.labels)
-        )
-    else:
-        values = metrics.regression(np.array(labels, np.float64), np.array(predicted, np.float64))
-    return _with_mean(values, task)
+        return _with_mean(metrics.classification(truth, guesses, len(task.labels)), task)
+    return _with_mean(metrics.regression(truth, guesses), task)
 
 
 @storage.with_local_inputs("folders")
@@ -335,19 +309,6 @@ def _parse_label(task: GlueTask, text: str, where: str) -> int | float:
     return task.labels.index(text)
 
 
-def _mrpc_dev_ids(folder: pathlib.Path) -> set[tuple[str, str]]:
-    """Return the pairs of MRPC's original training file that are GLUE's dev set."""
-    path = existing(folder / _MRPC_DEV_IDS)
-    if not path:
-        raise UserError(
-            f"{folder} has no {_MRPC_DEV_IDS}, the list of pairs in the dev set: get it from GLUE, or name "
-            "another dev set with config.task.dev"
-        )
-    columns = ("#1 ID", "#2 ID")
-    records = tables.read(path, columns, kind=".tsv", header=columns)
-    return {(record.fields["#1 ID"], record.fields["#2 ID"]) for record in records}
-
-
 # --- TensorFlow Datasets --------------------------------------------------------------------------
 
 
@@ -358,9 +319,8 @@ def _tfds_source(name: str, split: str | None) -> Any:
         raise missing("--data tfds needs TensorFlow Datasets", "tfds") from None
     try:
         # Unlike tfds.load, random access into ArrayRecord does not need TensorFlow.
-        return tfds.data_source(
-            f"glue/{name}", split=split, data_dir=os.environ.get("TFDS_DATA_DIR")
-        )
+        folder = os.environ.get("TFDS_DATA_DIR")
+        return tfds.data_source(f"glue/{name}", split=split, data_dir=folder)
     except Exception as error:  # the dataset's code, the network or the disk can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
@@ -370,30 +330,22 @@ def _tfds_source(name: str, split: str | None) -> Any:
 
 
 def _tfds_splits(name: str) -> dict[str, str]:
-    names = _MNLI_SPLITS if name == "mnli" else _SPLITS
     available = _tfds_source(name, None)
+    names = _MNLI_SPLITS if name == "mnli" else _SPLITS
     tfds_splits = {split: value.replace("dev", "validation") for split, value in names.items()}
-    return {
-        split: f"{TFDS}:{name}:{value}"
-        for split, value in tfds_splits.items()
-        if value in available
-    }
+    return {split: f"{TFDS}:{x}" for split, x in tfds_splits.items() if x in available}
 
 
 def _tfds_rows(name: str, source: str) -> Iterator[Row]:
     """Yield the rows in the order of GLUE's files; TFDS shuffles them."""
-    _, config, split = source.split(":")
-    data, task = _tfds_source(config, split), TASKS[name]
+    data, task = _tfds_source(name, source.removeprefix(f"{TFDS}:")), TASKS[name]
     names = getattr(data.dataset_info.features["label"], "names", None)
-    indexed_rows = []
-    for i in range(len(data)):
-        example = data[i]
+    for example in sorted((data[i] for i in range(len(data))), key=lambda row: int(row["idx"])):
         texts = [example[k].decode(errors="replace") for k in task.tfds_texts or task.texts]
         label: Any = float(example["label"])
         if label < 0:
             label = None
         elif names is not None:  # TFDS orders labels differently and renames "0" and "1"
             label = names[int(label)] if task.labels[0] in names else str(int(label))
-        index, b = int(example["idx"]), texts[1] if len(texts) > 1 else None
-        indexed_rows.append((index, Row(f"{source}:{index}", str(index), texts[0], b, label)))
-    yield from (row for _, row in sorted(indexed_rows, key=lambda indexed: indexed[0]))
+        index, (a, b) = int(example["idx"]), [*texts, None][:2]
+        yield Row(f"{source}:{index}", str(index), a, b, label)

@@ -8,14 +8,13 @@ from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.examples import Examples
 from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import UserError
 from bert_jax.tasks import embeddings
-from bert_jax.tasks.base import Logits
-from bert_jax.tasks.tables import encode
+from bert_jax.tasks.base import FinetuneDataset, Logits
+from bert_jax.tasks.tables import encode, read_splits
 
 
-class Pairs:
-    """A `FinetuneDataset` of anchors, positives and negatives, without a head: logits are vectors.
+class Pairs(FinetuneDataset):
+    """A dataset of anchors, positives and negatives, without a head: logits are vectors.
 
     A training example is a row of a table: `text_a`, the anchor; `text_b`, the positive, or the
     anchor again if `text_b` is ""; and the columns `negatives`. The other splits hold single texts,
@@ -27,7 +26,6 @@ class Pairs:
 
     head = ""
     objective = "contrastive"
-    labels = ()
 
     def __init__(
         self,
@@ -37,27 +35,16 @@ class Pairs:
         labels: tuple[str, ...] = (),
     ):
         self.config = config
-        columns = [config.text_a, config.text_b or config.text_a, *config.negatives]
-        self.texts_per_example = len(columns)
-        self.report: list[str] = []
-        self.splits: dict[str, Examples] = {}
+        self._columns = [config.text_a, config.text_b or config.text_a, *config.negatives]
+        self.texts_per_example = len(self._columns)
+        self.report, self.splits, self.best_by = [], {}, ""
         self._data: dict[str, embeddings.Similarity | embeddings.Retrieval] = {}
-        self.best_by = ""
-        for name in ("train", "dev", "test"):
-            source = getattr(config, name)
-            if not source or (name == "train" and not training):
-                continue
-            if name == "train":
-                records = tables.read(source, list(dict.fromkeys(columns)))
-                texts = [fields[column] for _, fields in records for column in columns]
-                if not texts:
-                    raise UserError(f"{source} (train) holds no rows: add at least one")
-            else:
-                pair = [config.text_a, config.text_b, *config.negatives] if config.text_b else []
-                qrels = ("dev", "test") if name == "dev" else ("test",)
-                data = embeddings.read(source, config.similarity, pair, qrels)
-                self._data[name], texts = data, data.texts
-                self.best_by = self.best_by or data.best_by
+        sources = {
+            name: path for name in ("train", "dev", "test") if (path := getattr(config, name))
+        }
+        for name, texts in read_splits(sources, training, self._texts).items():
+            if name != "train":
+                self.best_by = self.best_by or self._data[name].best_by
             tokens, a_length, note = encode(vocabulary, texts, [None] * len(texts), config.tokens)
             group = self.texts_per_example if name == "train" else 1
             examples = Examples(tokens, a_length, group=group)
@@ -65,6 +52,17 @@ class Pairs:
                 examples.targets["label"] = np.zeros(len(examples), np.float32)
             self.splits[name] = examples
             self.report.append(f"{name}: {len(texts):,} texts{note}")
+
+    def _texts(self, split: str, source: str) -> list[str]:
+        """Return the texts of a split, and keep what evaluated ones are compared by."""
+        config = self.config
+        if split == "train":
+            records = tables.read(source, list(dict.fromkeys(self._columns)))
+            return [fields[column] for _, fields in records for column in self._columns]
+        pair = self._columns if config.text_b else []
+        qrels = ("dev", "test") if split == "dev" else ("test",)
+        self._data[split] = embeddings.read(source, config.similarity, pair, qrels)
+        return self._data[split].texts
 
     def score(self, split: str, logits: Logits) -> dict[str, float]:
         """Return correlations, or metrics of retrieval."""

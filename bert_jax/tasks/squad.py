@@ -11,6 +11,7 @@ import itertools
 import json
 import pathlib
 import unicodedata
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tasks import squad_score
-from bert_jax.tasks.base import Logits
+from bert_jax.tasks.base import NEW, FinetuneDataset, Logits, Prediction, Text
 from bert_jax.tasks.squad_score import Question
 from bert_jax.tasks.tables import find_files, probabilities
 
@@ -38,7 +39,7 @@ class Candidate(NamedTuple):
     end_logit: float
 
 
-class Prediction(NamedTuple):
+class QuestionPrediction(NamedTuple):
     """The prediction for a question.
 
     Attributes:
@@ -70,8 +71,8 @@ class _Asked(NamedTuple):
     max_context: np.ndarray
 
 
-class Squad:
-    """A question answering `FinetuneDataset`, SQuAD 1.1 or 2.0.
+class Squad(FinetuneDataset):
+    """A question answering dataset, SQuAD 1.1 or 2.0.
 
     Without `config.name` the data decide whether questions can be unanswerable. `config.data` is a
     folder with train-v1.1.json and dev-v1.1.json (or v2.0).
@@ -81,7 +82,7 @@ class Squad:
         null_threshold: null odds above it predict ""; 0 unless set by `tuned`.
     """
 
-    head, labels, objective, best_by = "span", ("start", "end"), "class", "f1"
+    head, labels, best_by = "span", ("start", "end"), "f1"
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Squad:
         vocabulary: Vocabulary,
         training: bool = True,
         labels: tuple[str, ...] = (),
-        new: str = "",
+        new: str | Sequence[Text] = "",
     ):
         # Besides the question, at least one token of the context, [CLS] and the separators.
         if config.tokens < config.question_tokens + 3 + len(vocabulary.separator_ids):
@@ -101,22 +102,20 @@ class Squad:
         self.config, self.report, self.null_threshold = config, [], 0.0
         release = _RELEASES.get(config.name)
         names = {x: (f"{x}-{release}.json",) if release else () for x in ("train", "dev", "test")}
-        paths = {"new": new} if new else find_files(config, config.data, names)
+        paths = {} if new else find_files(config, config.data, names)
         if not training and config.name:  # without a name, the training data can decide the version
             paths.pop("train", None)
-        questions = {}
+        questions = {NEW: _new_questions(new)} if new else {}
         for split, path in paths.items():
             questions[split] = squad_score.read(path)
             if split == "train" or (split == "dev" and not labels):
                 version = 1 if config.name == "squad1" else None
                 squad_score.require_answers(questions[split], path, version)
-        labeled_questions = [
-            q for split in questions if split in ("train", "dev") for q in questions[split]
-        ]
+        labeled = [q for split in ("train", "dev") for q in questions.get(split, ())]
         self.unanswerable = config.name == "squad2" or (
-            config.name == "" and any(question.answers == () for question in labeled_questions)
+            config.name == "" and any(question.answers == () for question in labeled)
         )
-        self.splits: dict[str, Examples] = {}
+        self.splits = {}
         self._asked: dict[str, list[_Asked]] = {}
         self._labeled: dict[str, bool] = {}  # by split, whether its questions have answers
         for split in questions:
@@ -175,22 +174,20 @@ class Squad:
                 f"config.task.{split}: no question has its answer at answer_start: check the file"
             )
 
-        note = self.report.append
-        note(f"{split}: {len(asked):,} questions, {len(tokens):,} windows")
-        if num_truncated:
-            note(f"{split}: {num_truncated:,} questions cut to {config.question_tokens} tokens")
-        if split == "train" and num_multiple:
-            note(f"{split}: {num_multiple:,} questions have several answers; the first is used")
-        if dropped:
-            action = "dropped" if split == "train" else "kept without a loss"
-            note(
-                f"{split}: {len(dropped):,} questions {action}: their context does not have the "
-                f"answer at answer_start (first: {dropped[0]!r})"
-            )
+        is_train = split == "train"
+        action = "dropped" if is_train else "kept without a loss"
+        notes = {
+            f"questions, {len(tokens):,} windows": len(asked),
+            f"questions cut to {config.question_tokens} tokens": num_truncated,
+            "questions have several answers; the first is used": is_train and num_multiple,
+            f"questions {action}: their context does not have the answer at answer_start (first: "
+            f"{next(iter(dropped), '')!r})": len(dropped),
+        }
+        self.report += [f"{split}: {n:,} {note}" for note, n in notes.items() if n]
         self.splits[split] = Examples(tokens, a_length, {"label": np.array(targets, np.int32)})
         self._asked[split], self._labeled[split] = asked, labeled
 
-    def predict(self, split: str, logits: Logits) -> dict[str, Prediction]:
+    def predict(self, split: str, logits: Logits) -> dict[str, QuestionPrediction]:
         """Return the n-best answers by question id (run_squad.py, write_predictions)."""
         n_best_size, predictions, remaining = self.config.n_best, {}, iter(logits)
         for asked in self._asked[split]:
@@ -215,7 +212,7 @@ class Squad:
                 # As in run_squad.py, "" is added to the n best if it ranks after them, and
                 # otherwise counts as one of them.
                 n_best = n_best if rank == n_best_size else n_best[:n_best_size]
-            predictions[question.id] = Prediction(best.text, n_best or [best], odds)
+            predictions[question.id] = QuestionPrediction(best.text, n_best or [best], odds)
         return predictions
 
     def _candidates(
@@ -238,7 +235,11 @@ class Squad:
         s, e = np.nonzero(allowed)
         return np.stack([start[s], end[e], best[s, 0], best[e, 1]], 1), scores[:1]
 
-    def tuned(self, dev: dict[str, float]) -> "Squad":
+    def predictions(self, split: str, logits: Logits) -> list[Prediction]:
+        """Return the answers."""
+        return [Prediction(x, {}) for x in self.texts(self.predict(split, logits)).values()]
+
+    def tuned(self, dev: Mapping[str, float]) -> "Squad":
         """Return a copy with the threshold tuned on dev (in the result of `score`), if any."""
         if "best_f1_thresh" not in dev:
             return self
@@ -246,7 +247,7 @@ class Squad:
         copied.unanswerable, copied.null_threshold = True, dev["best_f1_thresh"]
         return copied
 
-    def texts(self, predictions: dict[str, Prediction]) -> dict[str, str]:
+    def texts(self, predictions: dict[str, QuestionPrediction]) -> dict[str, str]:
         """Return the predicted texts with the threshold applied, as for a prediction file."""
         return {
             name: ""
@@ -296,8 +297,18 @@ class Squad:
             files.write_json(folder / "answers.json", answers)
 
 
+def _new_questions(source: str | Sequence[Text]) -> list[Question]:
+    """Return the questions of a file, or of pairs of a question and a context."""
+    if isinstance(source, str):
+        return squad_score.read(source)
+    for i, text in enumerate(source):
+        if isinstance(text, str):
+            raise UserError(f"text {i} is no pair: pass pairs of a question and a context")
+    return [Question(str(i), text[0], text[1], None) for i, text in enumerate(source)]
+
+
 def _without_threshold(
-    predictions: dict[str, Prediction],
+    predictions: dict[str, QuestionPrediction],
 ) -> tuple[dict[str, str], dict[str, float]]:
     """Return the best answers and the null odds."""
     answers = {name: prediction.answer for name, prediction in predictions.items()}

@@ -18,14 +18,14 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
-from bert_jax.tasks.base import Logits
+from bert_jax.tasks.base import NEW, FinetuneDataset, Logits
 from bert_jax.tasks.tables import (
-    NEW,
     encode,
     find_files,
     get_label,
     probabilities,
     read_number,
+    read_splits,
     requires_labels,
     table_files,
 )
@@ -40,8 +40,8 @@ class _Question(NamedTuple):
     label: int
 
 
-class MultipleChoice:
-    """A multiple-choice `FinetuneDataset`: select the choice that fits a context.
+class MultipleChoice(FinetuneDataset):
+    """A multiple-choice dataset: select the choice that fits a context.
 
     With `config.name` "swag", columns are those of SWAG's files. In the user's own tables `text_a` is
     the context, `text_b` (if not "") is prepended to each of the columns `choices`, and `label` is the
@@ -49,7 +49,6 @@ class MultipleChoice:
     """
 
     head = "choice"
-    objective = "class"
     best_by = "accuracy"
 
     def __init__(
@@ -73,14 +72,12 @@ class MultipleChoice:
             )
         self.labels = labels or ("score",)
         self.report: list[str] = []
-        sources = sources or table_files(config)
-        self.splits: dict[str, Examples] = {}
-        for name, source in sources.items():
-            if name == "train" and not training:
-                continue
-            questions = list(self._questions(source, requires_labels(name, labels)))
-            if not questions and name != NEW:
-                raise UserError(f"{source} ({name}) holds no rows: add at least one")
+        self.splits = {}
+        for name, questions in read_splits(
+            sources or table_files(config),
+            training,
+            lambda name, source: self._questions(source, requires_labels(name, labels)),
+        ).items():
             context = [q.context for q in questions for _ in q.choices]
             choices = [choice for q in questions for choice in q.choices]
             tokens, a_length, note = encode(vocabulary, context, choices, config.tokens)

@@ -8,12 +8,11 @@ import contextlib
 import math
 import pathlib
 import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
@@ -22,15 +21,15 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, did_you_mean
 from bert_jax.storage import files
-from bert_jax.tasks import metrics
-from bert_jax.tasks.base import Logits
+from bert_jax.tasks import metrics, plots
+from bert_jax.tasks.base import NEW, FinetuneDataset, Logits, Prediction, Text
 
 PREDICTIONS = "predictions.tsv"
-NEW = "new"
 # Separates the labels in a multilabel cell; JSON and Parquet use lists instead.
 SEPARATOR = "|"
 THRESHOLD = 0.5
 _MAX_LABELS_SHOWN = 12  # in messages
+T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -51,8 +50,8 @@ class Row(NamedTuple):
     label: Any
 
 
-class Classification:
-    """A `FinetuneDataset` of labeled texts or text pairs in tables.
+class Classification(FinetuneDataset):
+    """A dataset of labeled texts or text pairs in tables.
 
     With the objective "class" a row has one label, with "number" a number, with "classes" any number
     of labels: a list in JSON and Parquet, names separated by "|" in a cell. The labels are those of
@@ -70,7 +69,7 @@ class Classification:
         vocabulary: Vocabulary,
         training: bool = True,
         labels: tuple[str, ...] = (),
-        new: str = "",
+        new: str | Sequence[Text] = "",
     ):
         self.config, self.objective = config, config.objective
         self.report: list[str] = []
@@ -78,18 +77,15 @@ class Classification:
             config.objective
         ]
         self._model_labels = labels
-        sources = {NEW: new} if new else self.sources()
-        names = [name for name in sources if training or name != "train"]
-        rows = {name: list(self.rows(name, sources[name])) for name in names}
-        for name, split_rows in rows.items():
-            if not split_rows and name != NEW:
-                raise UserError(f"{sources[name]} ({name}) holds no rows: add at least one")
+        sources: dict[str, Any] = {NEW: new} if new else self.sources()
+        rows = read_splits(sources, training, self.rows)
         self.labels = labels or self._find_labels(rows, sources)
         ids = {label: i for i, label in enumerate(self.labels)}
-        self.splits: dict[str, Examples] = {}
-        self._rows: dict[str, list[Row]] = rows
-        for name, split_rows in rows.items():
-            self.splits[name] = self._examples(name, split_rows, ids, vocabulary)
+        self._rows = rows
+        self.splits = {
+            name: self._examples(name, split_rows, ids, vocabulary)
+            for name, split_rows in rows.items()
+        }
         if "train" in rows and self.objective != "number":
             self._report_absent_labels()
 
@@ -99,8 +95,13 @@ class Classification:
         """Return the path of each split that has a file."""
         return table_files(self.config)
 
-    def rows(self, split: str, source: str) -> Iterator[Row]:
-        """Yield the rows of a split's file."""
+    def rows(self, split: str, source: str | Sequence[Text]) -> Iterator[Row]:
+        """Yield the rows of a split's file, or of new texts."""
+        if not isinstance(source, str):
+            for i, text in enumerate(source):
+                a, b = (text, None) if isinstance(text, str) else text
+                yield Row(f"text {i}", str(i), a, b, None)
+            return
         config, required = self.config, requires_labels(split, self._model_labels)
         texts = [config.text_a, config.text_b] if config.text_b else [config.text_a]
         records = read_records(source, split, texts, (config.label, *self._index_columns))
@@ -116,9 +117,9 @@ class Classification:
             return (self.config.label,)
         if self.config.labels:
             return read_labels(self.config.labels)
-        train = rows.get("train") or (
-            self.rows("train", sources["train"]) if "train" in sources else ()
-        )
+        train = rows.get("train", [])
+        if not train and "train" in sources:  # is not a split of an evaluation
+            train = self.rows("train", sources["train"])
         names = {name for row in train for name in self._row_labels(row)}
         if len(names) < 2:
             problem = f"only the label {next(iter(names))!r}" if names else "no labels"
@@ -126,8 +127,8 @@ class Classification:
                 f"{problem} in {sources.get('train') or 'the training data (there is none)'}: at "
                 "least two are needed; set config.task.labels to name them all"
             )
-        if any("," in name for name in names) and self.objective == "classes":
-            comma = next(name for name in sorted(names) if "," in name)
+        comma = next((name for name in sorted(names) if "," in name), None)
+        if comma and self.objective == "classes":
             self.report.append(
                 f"{comma!r} is read as one label; write several labels as a{SEPARATOR}b"
             )
@@ -233,11 +234,26 @@ class Classification:
         if not known.any() or self.objective == "classes":
             return
         if self.objective == "number":
-            draw_scatter(targets[known], stacked[known, 0], folder / "scatter.png")
+            plots.draw_scatter(targets[known], stacked[known, 0], folder / "scatter.png")
         else:
             counts = np.zeros((len(self.labels), len(self.labels)), np.int64)
             np.add.at(counts, (targets[known], stacked[known].argmax(1)), 1)
-            draw_confusion(counts, self.labels, folder / "confusion.png")
+            plots.draw_confusion(counts, self.labels, folder / "confusion.png")
+
+    def predictions(self, split: str, logits: Logits) -> list[Prediction]:
+        """Return the label or labels of each example with their probabilities, or its number."""
+        stacked = self.stacked(logits)
+        if self.objective == "number":
+            return [Prediction(float(value), {}) for value in stacked[:, 0]]
+        return [
+            Prediction(
+                names if self.objective == "classes" else names[0],
+                dict(zip(self.labels, row.tolist(), strict=True)),
+            )
+            for names, row in zip(
+                self.predicted(stacked), probabilities(stacked, self.objective), strict=True
+            )
+        ]
 
     def stacked(self, logits: Logits) -> Float[np.ndarray, "E C"]:
         """Stack the logits of all examples."""
@@ -249,6 +265,24 @@ class Classification:
             return [(self.labels[i],) for i in logits.argmax(1)]
         positive = probabilities(logits, "classes") > THRESHOLD
         return [tuple(self.labels[i] for i in np.flatnonzero(row)) for row in positive]
+
+
+def read_splits(
+    sources: Mapping[str, Any], training: bool, read: Callable[[str, Any], Iterable[T]]
+) -> dict[str, list[T]]:
+    """Return the rows of each split that is needed. Only the split "new" may have none.
+
+    Args:
+        sources: path of each split's file.
+        training: whether the training data are needed.
+        read: function from a split and its path to its rows.
+    """
+    names = [name for name in sources if training or name != "train"]
+    rows = {name: list(read(name, sources[name])) for name in names}
+    for name in names:
+        if not rows[name] and name != NEW:
+            raise UserError(f"{sources[name]} ({name}) holds no rows: add at least one")
+    return rows
 
 
 def table_files(config: TaskConfig) -> dict[str, str]:
@@ -418,10 +452,9 @@ def probabilities(
     logits: Float[np.ndarray, "E C"], objective: str = "class"
 ) -> Float[np.ndarray, "E C"]:
     """Return probabilities: softmax over the labels, or a sigmoid per label for "classes"."""
-    if objective == "classes":
-        return 0.5 * (1 + np.tanh(logits / 2))
-    exps = np.exp(logits - logits.max(1, keepdims=True))
-    return exps / exps.sum(1, keepdims=True)
+    from scipy import special
+
+    return special.expit(logits) if objective == "classes" else special.softmax(logits, 1)
 
 
 def _is_labeled(targets: np.ndarray) -> Any:
@@ -434,63 +467,3 @@ def _is_labeled(targets: np.ndarray) -> Any:
 def write_table(path: pathlib.Path, rows: Iterable[Sequence[str]], delimiter: str = "\t") -> None:
     """Write rows of cells, which must not contain the delimiter, replacing the file."""
     files.write(path, "".join(f"{delimiter.join(row)}\n" for row in rows))
-
-
-# --- Pictures -------------------------------------------------------------------------------------
-
-
-def draw_confusion(
-    counts: Int[np.ndarray, "C C"], labels: Sequence[str], path: pathlib.Path
-) -> None:
-    """Draw a confusion matrix: labels in rows, predictions in columns."""
-    from matplotlib.figure import Figure
-
-    n = len(labels)
-    cell, font = (0.7, 10) if n <= 6 else (0.45, 10) if n <= 25 else (0.24, 8)  # inches, points
-    names = [label if len(label) <= 30 else f"{label[:29]}…" for label in labels]
-    figure = Figure(figsize=(cell * n + 1, cell * n + 1))
-    axes = figure.add_axes((0, 0, 1, 1))
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    # The square root makes rare confusions visible.
-    axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1.1)
-    axes.set_xticks(range(n), names, rotation=90, fontsize=font, parse_math=False)
-    axes.set_yticks(range(n), names, fontsize=font, parse_math=False)
-    axes.set_xticks(np.arange(n - 1) + 0.5, minor=True)
-    axes.set_yticks(np.arange(n - 1) + 0.5, minor=True)
-    axes.grid(which="minor", color="0.85", lw=0.5)
-    axes.tick_params(which="minor", length=0)
-    for i, j in zip(*np.nonzero(counts), strict=True):
-        axes.text(
-            j,
-            i,
-            f"{counts[i, j]}" if counts[i, j] < 10_000 else f"{counts[i, j] / 1000:.0f}k",
-            ha="center",
-            va="center",
-            color="white" if shares[i, j] > 0.4 else "black",
-            fontsize=min(10, cell * 25),
-        )
-    axes.set(xlabel="predicted", ylabel="label (darker: a larger share of its examples)")
-    _save(figure, path, 150 if n <= 25 else 90)
-
-
-def draw_scatter(
-    truth: Float[np.ndarray, " E"], predicted: Float[np.ndarray, " E"], path: pathlib.Path
-) -> None:
-    """Plot predicted against true numbers."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 5))
-    axes = figure.add_subplot()
-    ends = [min(truth.min(), predicted.min()), max(truth.max(), predicted.max())]
-    axes.plot(ends, ends, color="gray", lw=1)
-    axes.scatter(truth, predicted, s=8, alpha=0.4, edgecolors="none")
-    axes.set(xlabel="true", ylabel="predicted")
-    axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, path, 150)
-
-
-def _save(figure: Any, path: pathlib.Path, dots_per_inch: int) -> None:
-    with files.atomic_write(path) as temporary, warnings.catch_warnings():
-        # Characters that the font lacks are drawn as boxes; users cannot do anything about it.
-        warnings.filterwarnings("ignore", message="Glyph")
-        figure.savefig(temporary, format="png", dpi=dots_per_inch, bbox_inches="tight")

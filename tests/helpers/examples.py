@@ -6,6 +6,7 @@ import numpy as np
 from bert_jax.config.schema import HeadConfig, ModelConfig, with_fields
 from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches
 from bert_jax.model.bert import shapes
+from bert_jax.tasks.base import FinetuneDataset
 
 # Heads with the objectives of their targets.
 HEADS = [
@@ -46,7 +47,7 @@ def random_examples(head, objective="class", count=23, seed=0, longest=20):
     return result
 
 
-class RandomExamples:
+class RandomExamples(FinetuneDataset):
     """A `FinetuneDataset` of random examples."""
 
     best_by = "score"
