@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 EXIT_USER_ERROR = 2
@@ -66,6 +66,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return "; did you mean CHOICE?" for the end of a message, or "" if no choice is near."""
     choice = nearest(word, choices)
     return f"; did you mean {choice}?" if choice else ""
+
+
+def shorten(names: Collection[str]) -> str:
+    """Return a list of names for a message: up to eight of them, and how many more."""
+    shown = ", ".join(list(names)[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
 class Unavailable(UserError):

@@ -25,9 +25,9 @@ from safetensors.numpy import load_file, save_file
 from bert_jax import cli
 from bert_jax.config.schema import Config, ModelConfig, PhaseConfig, with_fields
 from bert_jax.convert import export as export_lib
-from bert_jax.convert import huggingface, source, tensorflow1
-from bert_jax.convert.export import _write_safetensors, export
-from bert_jax.data.vocabulary import Vocabulary
+from bert_jax.convert import huggingface, source, tensorflow1, weights
+from bert_jax.convert.export import export
+from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.objectives import warm_start
 from bert_jax.runs import checkpoint
@@ -238,7 +238,7 @@ def test_safetensors_files_are_deterministic(tmp_path):
     tensors = {name: np.arange(3, dtype=np.float32) for name in ("b", "a")}
     path, contents = tmp_path / "model.safetensors", set()
     for _ in range(12):  # in random order, two entries agree by chance once in 2,048
-        _write_safetensors(path, tensors)
+        weights.write(path, tensors)
         contents.add(path.read_bytes())
     assert len(contents) == 1
     with safetensors.safe_open(path, "numpy") as opened:

@@ -28,8 +28,9 @@ from bert_jax.config import flags
 from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
-from bert_jax.convert import huggingface, pytorch, source
-from bert_jax.data import corpus, tables, texts, vocabulary_files
+from bert_jax.convert import huggingface, pytorch, source, weights
+from bert_jax.convert.tokenizer import tokenizer_files
+from bert_jax.data import corpus, tables, texts, wordpiece
 from bert_jax.data.loader import RowDataset
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.sentences import split_sentences
@@ -350,7 +351,7 @@ def checkpoints():
         {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
         for i, (path, kind) in enumerate(kinds)
     ]
-    tokenizer = huggingface.tokenizer_files(imported.vocabulary, 16)
+    tokenizer = tokenizer_files(imported.vocabulary, 16)
     plain = {
         "config.json": json.dumps(settings_).encode(),
         **{name: text.encode() for name, text in tokenizer.items() if isinstance(text, str)},
@@ -518,8 +519,8 @@ def test_path_traversal_in_index_files_is_refused(checkpoints, folder, monkeypat
         value["weight_map"] = dict.fromkeys(value["weight_map"], name)
     place(folder, {**files, file: json.dumps(value).encode()})
     place(folder.parent / "secret", {"config.json": b"{}"})
-    opened, read_json = [], source._json
-    monkeypatch.setattr(source, "_json", lambda path: opened.append(path) or read_json(path))
+    opened, read_bytes = [], weights.read_bytes
+    monkeypatch.setattr(weights, "read_bytes", lambda f: opened.append(f) or read_bytes(f))
     with pytest.raises(UserError, match=r"same folder|not a subfolder"):
         read(folder)
     assert all(path.resolve().is_relative_to(folder.resolve()) for path in opened)

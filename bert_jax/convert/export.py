@@ -4,29 +4,21 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import google_crc32c
 import jax
 import numpy as np
 
 from bert_jax import storage
 from bert_jax.config import schema as config_lib
-from bert_jax.config.schema import (
-    ElectraConfig,
-    EmbedConfig,
-    FinetuneConfig,
-    ModelConfig,
-    TrainConfig,
-    with_fields,
-)
-from bert_jax.convert import huggingface
+from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
+from bert_jax.convert import huggingface, sentence_encoder, weights
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
-from bert_jax.data import vocabulary_files as vocabularies
-from bert_jax.data.vocabulary import Vocabulary
+from bert_jax.convert.tokenizer import tokenizer_files
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes, split_generator
 from bert_jax.model.flops import parameter_count
@@ -110,9 +102,7 @@ def export(
     arguments = ", add_pooling_layer=False" if lacks_pooler else ""
     text = _card(source, config, architecture, arguments, parameters, step, card, name, revisions)
     embed = config.embed
-    tokenizer = huggingface.tokenizer_files(
-        vocabulary, embed.tokens or model.positions, model.segments > 1
-    )
+    tokenizer = tokenizer_files(vocabulary, embed.tokens or model.positions, model.segments > 1)
     with files.new_folder(out) as folder:
         _write_model(folder, settings, tensors, tokenizer)
         if generator:
@@ -120,7 +110,7 @@ def export(
             converted = _converted(*generator, vocabulary)
             _write_model(folder / "generator", *converted, tokenizer)
         if embed != EmbedConfig() and embed.layers == "last" and embed.pooling != "none":
-            _write_sentence_encoder(folder, config, vocabulary)
+            sentence_encoder.write(folder, config, vocabulary)
         files.write(folder / "README.md", text)
     return settings
 
@@ -146,7 +136,7 @@ def _write_model(
 ) -> None:
     """Write config.json, model.safetensors and the tokenizer's files."""
     files.write_json(folder / "config.json", settings)
-    _write_safetensors(folder / "model.safetensors", tensors)
+    weights.write(folder / "model.safetensors", tensors)
     for file, content in tokenizer.items():
         files.write(folder / file, content)
 
@@ -174,68 +164,6 @@ def export_all(
     return steps
 
 
-def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write tensors with a checksum for each in the metadata, which `bert-jax import` verifies."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    sums = {name: google_crc32c.value(value.tobytes()) for name, value in tensors.items()}
-    with files.atomic_write(path) as temporary:
-        try:
-            save_file(tensors, temporary, {"format": "pt", "crc32c": json.dumps(sums)})
-        except SafetensorError as error:  # such as a full disk, which is no OSError here
-            raise UserError(f"cannot write {path}: {error}") from None
-        _order_metadata(temporary)
-
-
-def _order_metadata(path: pathlib.Path) -> None:
-    """Sort the metadata, which the library writes in random order, to make exports reproducible."""
-    with open(path, "r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(ordered) <= size:
-            file.seek(8)
-            file.write(ordered.ljust(size))
-
-
-def _write_sentence_encoder(
-    folder: pathlib.Path, config: TrainConfig, vocabulary: Vocabulary
-) -> None:
-    """Write the files with which sentence-transformers computes the vectors of `bert-jax embed`."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if config.embed.normalize else [])]
-    modules = [
-        {
-            "idx": i,
-            "name": str(i),
-            "path": f"{i}_{kind}" if i else "",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for i, kind in enumerate(kinds)
-    ]
-    files.write_json(folder / "modules.json", modules)
-    tokens, embed = config.embed.tokens or config.model.positions, config.embed
-    defaults = {"truncate_dim": embed.truncate_dim or None}
-    if embed.prompt:
-        defaults |= {"prompts": {"default": embed.prompt}, "default_prompt_name": "default"}
-    files.write_json(folder / "config_sentence_transformers.json", defaults)
-    files.write_json(
-        folder / "sentence_bert_config.json",
-        {"max_seq_length": tokens, "do_lower_case": vocabularies.lowercases(vocabulary)},
-    )
-    (folder / "1_Pooling").mkdir()
-    pooling = {
-        "word_embedding_dimension": config.model.hidden,
-        "pooling_mode_cls_token": config.embed.pooling == "cls",
-        "pooling_mode_mean_tokens": config.embed.pooling == "mean",
-        "include_prompt": embed.include_prompt,
-    }
-    files.write_json(folder / "1_Pooling" / "config.json", pooling)
-    if config.embed.normalize:
-        (folder / "2_Normalize").mkdir()
-
-
 def _card(
     source: str,
     config: TrainConfig,
@@ -249,80 +177,72 @@ def _card(
 ) -> str:
     """Return the model card: architecture, usage, training and metrics."""
     model, provenance = config.model, workdir.read_provenance(source, step)
-    size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
     family = FAMILIES[model.family]
     # Of ForPreTraining, transformers' pipeline would report unused weights.
     pipelines = {"ForMaskedLM": "fill-mask"}
     if family.causal_class:
         pipelines[family.causal_class] = "text-generation"
     pipeline = pipelines.get(architecture.removeprefix(family.class_prefix))
-    # A line break at the end of a line is an empty line.
-    lines = [
-        "---",
+    front = [
         "library_name: transformers",
         *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()),
         *([f"pipeline_tag: {pipeline}"] if pipeline else []),
         f"tags:\n- {model.family}\n- jax",
-        "---\n",
-        f"# {family.title} {size}\n",
-        f"`{architecture}`, {parameters:,} parameters, vocabulary of {model.vocab_size:,} word "
-        f"pieces, up to {model.positions} tokens. Exported by bert_jax.\n",
-        "```python",
+    ]
+    usage = [
         f"from transformers import AutoTokenizer, {architecture}\n",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
         f'model = {architecture}.from_pretrained("{name}"{arguments})',
-        "```\n",
+    ]
+    paragraphs = [
+        "\n".join(["---", *front, "---"]),
+        f"# {family.title} L{model.layers}-H{model.hidden}-A{model.heads}",
+        f"`{architecture}`, {parameters:,} parameters, vocabulary of {model.vocab_size:,} word "
+        f"pieces, up to {model.positions} tokens. Exported by bert_jax.",
+        "\n".join(["```python", *usage, "```"]),
     ]
     if revisions:
         branches = ", ".join(f"`{revision}`" for revision in revisions)
         example = f'from_pretrained("{name}", revision="{revisions[0]}")'
-        lines.append(f"Revisions, such as `{example}`: {branches}\n")
-    if imported := provenance.imported:
-        known = f", exactly {imported['official']}" if imported["official"] else ""
-        file = pathlib.PurePath(imported["source"]).name
-        lines += [
-            "## Origin\n",
-            f"Imported from {imported['format']} files{known} (`{file}`):\n",
-            *(f"- `{x}` sha256 {digest}" for x, digest in imported.get("sha256", {}).items()),
-            "",
-        ]
-    if provenance.starts:
-        last = provenance.starts[-1]
-        versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-        lines += [
-            "## Training\n",
-            f"Step {step:,} of {config.steps:,}. Commands:\n",
-            "```sh",
-            *dict.fromkeys(start["command"] for start in provenance.starts),
-            "```\n",
-            f"Trained on {last['devices']}; commit {last['commit']}; {versions}.\n",
-        ]
-    if heldout := provenance.heldout:
-        lines += [
-            f"Held-out metrics at step {heldout['step']:,}:\n",
-            "| | |\n|---|---|",
-            *(f"| {k} | {v:.4f} |" for k, v in heldout.items() if isinstance(v, float)),
-            "",
-        ]
-    for data in provenance.data:
-        if isinstance(config, FinetuneConfig) and "examples" in data:
-            counts = ", ".join(f"{n:,} {split}" for split, n in data["examples"].items())
-            task = config.task.name or config.task.kind
-            lines.append(f"Fine-tuned on {task}: {counts} examples.\n")
-            continue
-        train, sources = data["train"], data["sources"]
-        lines += [
-            f"Rows of T={data['tokens']}: {train['documents']:,} documents, {train['sequences']:,} "
-            f"sequences, {train['real_tokens']:,} tokens in {train['rows']:,} rows, sentence pairs "
-            f"`{data['pairs']}`, from\n",
-            *(
-                f"- `{pathlib.PurePath(s['spec']).name}`: {s['documents']:,} documents"
-                for s in sources
-            ),
-            "",
-        ]
+        paragraphs.append(f"Revisions, such as `{example}`: {branches}")
+    paragraphs += _history(provenance, config, step)
     values = config_lib.to_dict(config)
     if provenance.imported:  # the rest of the config does not describe it
         values = {"model": values["model"], "embed": values["embed"]}
-    lines += ["## Config\n", "```json", json.dumps(values, indent=2), "```\n"]
-    return "\n".join(lines)
+    paragraphs += ["## Config", f"```json\n{json.dumps(values, indent=2)}\n```", ""]
+    return "\n\n".join(paragraphs)
+
+
+def _history(provenance: workdir.Provenance, config: TrainConfig, step: int) -> Iterator[str]:
+    """Yield paragraphs about the origin, the training, the metrics and the data of a model."""
+    if imported := provenance.imported:
+        known = f", exactly {imported['official']}" if imported["official"] else ""
+        file = pathlib.PurePath(imported["source"]).name
+        yield "## Origin"
+        yield f"Imported from {imported['format']} files{known} (`{file}`):"
+        yield "\n".join(f"- `{x}` sha256 {sha}" for x, sha in imported.get("sha256", {}).items())
+    if provenance.starts:
+        last = provenance.starts[-1]
+        versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+        yield "## Training"
+        yield f"Step {step:,} of {config.steps:,}. Commands:"
+        commands = dict.fromkeys(start["command"] for start in provenance.starts)
+        yield "\n".join(["```sh", *commands, "```"])
+        yield f"Trained on {last['devices']}; commit {last['commit']}; {versions}."
+    if heldout := provenance.heldout:
+        yield f"Held-out metrics at step {heldout['step']:,}:"
+        rows = [f"| {k} | {v:.4f} |" for k, v in heldout.items() if isinstance(v, float)]
+        yield "\n".join(["| | |", "|---|---|", *rows])
+    for data in provenance.data:
+        if isinstance(config, FinetuneConfig) and "examples" in data:
+            counts = ", ".join(f"{n:,} {split}" for split, n in data["examples"].items())
+            yield f"Fine-tuned on {config.task.name or config.task.kind}: {counts} examples."
+            continue
+        train = data["train"]
+        yield (
+            f"Rows of T={data['tokens']}: {train['documents']:,} documents, {train['sequences']:,} "
+            f"sequences, {train['real_tokens']:,} tokens in {train['rows']:,} rows, sentence pairs "
+            f"`{data['pairs']}`, from"
+        )
+        sources = ((pathlib.PurePath(s["spec"]).name, s["documents"]) for s in data["sources"])
+        yield "\n".join(f"- `{name}`: {documents:,} documents" for name, documents in sources)

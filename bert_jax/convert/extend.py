@@ -61,9 +61,6 @@ def extend_vocabulary(
         "source": source,
         "format": f"bert_jax (step {step:,}, {len(tokens):,} word pieces added)",
         "official": None,
-        "vocabulary": None,
-        "sha256": {},
-        "left_out": [],
     }
     imported = Imported(config, extended, unflatten(changed), about)
     source_lib.write(imported, out)

@@ -1,10 +1,68 @@
-"""Push exported folders to the Hugging Face Hub."""
+"""Download models from the Hugging Face Hub, and push exported folders to it."""
 
 import pathlib
 from collections.abc import Mapping
 
+from bert_jax.convert import sentence_encoder, weights
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.runtime.progress import Progress
+
+# Files that are read besides the weights.
+BESIDE_WEIGHTS = (
+    *(*weights.CONFIGS, "vocab.txt", *vocabularies.FILES, sentence_encoder.MODULES),
+    *(sentence_encoder.DEFAULTS, *sentence_encoder.CONFIGS, sentence_encoder.POOLING),
+)
+
+
+def download(name: str, revision: str | None, with_weights: bool) -> pathlib.Path:
+    """Download a model, or find it in the local cache, and return its folder."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # errors are reported below
+    try:
+        info = hub.HfApi().model_info(name, revision=revision, timeout=20)
+        available = {file.rfilename for file in info.siblings or []}
+
+        def get(file: str) -> pathlib.Path:
+            return pathlib.Path(hub.hf_hub_download(name, file, revision=revision))
+
+        prefix = ""
+        if sentence_encoder.MODULES in available:
+            where = sentence_encoder.transformer_path(get(sentence_encoder.MODULES).parent)
+            prefix = f"{where}/" if where else ""
+        names = [f"{prefix}{x}" for x in (weights.WEIGHTS if with_weights else BESIDE_WEIGHTS)]
+        first = next((file for file in names if file in available), None)
+        if first is None:
+            raise UserError(f"{name} on the hub has none of {', '.join(names)}")
+        path = get(first)
+        needed = {*BESIDE_WEIGHTS, *(f"{prefix}{file}" for file in BESIDE_WEIGHTS)} & available
+        if first.endswith(".index.json"):
+            needed |= {f"{prefix}{file}" for file in weights.shards(path)}
+        for file in sorted(needed):
+            get(file)
+        return path.parents[1 if prefix else 0]
+    except errors.GatedRepoError:
+        problem = "the model is gated: accept its terms on the hub and run `hf auth login`"
+    except errors.RevisionNotFoundError:
+        problem = f"no revision {revision!r}"
+    except errors.RepositoryNotFoundError:
+        problem = "no such local folder, and no such public model on the hub"
+    except Exception as error:
+        if not isinstance(error, errors.HFValidationError) and not is_network_error(error):
+            raise
+        try:
+            cached = hub.snapshot_download(name, revision=revision, local_files_only=True)
+            return pathlib.Path(cached)
+        except Exception:
+            raise UserError(
+                f"{name} is not a local folder, and the Hugging Face Hub cannot be reached "
+                f"({weights.one_line(error)[:200]}); download the model on a machine with network "
+                "access and import its folder"
+            ) from None
+    raise UserError(f"cannot download {name}: {problem}")
 
 
 def check(name: str) -> None:

@@ -1,9 +1,8 @@
-"""Convert tensors, config.json and tokenizer files to and from Hugging Face's format.
+"""Convert tensors and config.json to and from Hugging Face's format.
 
 One table of names (`families`) serves both directions, so an export imports again bit for bit.
 """
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,8 +12,8 @@ import numpy as np
 from bert_jax.config.schema import HEADS, ModelConfig, with_fields
 from bert_jax.config.schema import flatten as flatten_config
 from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
-from bert_jax.data.vocabulary import SPECIAL, VOCAB, Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError, shorten
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import VOCABULARY_AXES, padded_vocab_size
 
@@ -164,12 +163,6 @@ def unexpected(tensors: Collection[str], config: ModelConfig) -> list[str]:
     names = FAMILIES[config.family].names_of(config)
     paths = flatten(shapes(config))
     return sorted(set(tensors) - {_hf_name(path, names) for path in paths})
-
-
-def shorten(names: Collection[str]) -> str:
-    """Return a list of names for a message: up to eight of them, and how many more."""
-    shown = ", ".join(list(names)[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
 def canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, str]:
@@ -428,46 +421,3 @@ def parts_of(config: ModelConfig) -> list[str]:
     parts = {"pooler": config.has_pooler, **{part: values[key] for part, key in _PARTS.items()}}
     parts["head"] = bool(config.head.kind)
     return [part for part, is_present in parts.items() if is_present]
-
-
-# --- Tokenizer ------------------------------------------------------------------------------------
-
-
-def tokenizer_files(
-    vocabulary: Vocabulary, tokens: int, segments: bool = True
-) -> dict[str, str | bytes]:
-    """Return the files of the tokenizer by name: vocab.txt, tokenizer.json and its settings.
-
-    Args:
-        vocabulary: the vocabulary; those of another tokenizer than WordPiece stay as they are.
-        tokens: maximum length of a sequence.
-        segments: whether the model has different embeddings for the two texts of a pair.
-    """
-    from tokenizers import processors
-
-    if not vocabulary.is_wordpiece:
-        return dict(vocabulary.files)
-    tokenizer = vocabulary.tokenizer()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", vocabulary.cls_id), ("[SEP]", vocabulary.sep_id)],
-    )
-    special = {f"{token[1:-1].lower()}_token": token for token in SPECIAL}
-    settings = {
-        "tokenizer_class": "BertTokenizer",
-        "do_lower_case": vocabulary.lowercase,
-        "strip_accents": vocabulary.strip_accents,
-        "tokenize_chinese_chars": vocabulary.split_chinese,
-        "model_max_length": tokens,
-        **special,
-    }
-    if not segments:
-        settings["model_input_names"] = ["input_ids", "attention_mask"]
-    return {
-        VOCAB: vocabulary.to_bytes(),
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(settings, indent=2),
-        "special_tokens_map.json": json.dumps(special, indent=2),
-    }

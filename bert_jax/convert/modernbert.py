@@ -5,7 +5,6 @@ the feed-forward layer, and reduces the versions of config.json to the first one
 all versions of transformers load an export.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,10 @@ Settings = dict[str, Any]
 Tensors = dict[str, np.ndarray]
 
 # Fused module → names of its parts, from the first output on.
-_FUSED = {"attn.Wqkv": ("query", "key", "value"), "mlp.Wi": ("intermediate", "gate")}
+_FUSED = {
+    "attn.Wqkv": ("attn.query", "attn.key", "attn.value"),
+    "mlp.Wi": ("mlp.intermediate", "mlp.gate"),
+}
 # Keys of config.json that must be equal, with their default; export writes all of them.
 _SAME = {
     ("attention_bias", "mlp_bias", "classifier_bias"): False,
@@ -53,7 +55,7 @@ def from_hf(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
         settings["global_attn_every_n_layers"] = _period(
             settings["layer_types"], settings.get("global_attn_every_n_layers", 3)
         )
-    return settings, dict(itertools.chain.from_iterable(map(_split, tensors.items())))
+    return settings, _split(tensors)
 
 
 def _period(kinds: Sequence[str], likely: int) -> int:
@@ -67,15 +69,20 @@ def _period(kinds: Sequence[str], likely: int) -> int:
     raise UserError("config.json: layer_types must have full_attention in every n-th layer")
 
 
-def _split(item: tuple[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-    name, value = item
-    for fused, parts in _FUSED.items():
-        if f".{fused}." in name:
-            names = [name.replace(fused, _part(fused, part)) for part in parts]
-            if len(value) % len(parts):
-                raise UserError(f"{name} has {len(value)} rows, not a multiple of {len(parts)}")
-            return list(zip(names, np.split(value, len(parts)), strict=True))
-    return [item]
+def _split(tensors: Tensors) -> Tensors:
+    """Split fused tensors."""
+    result: Tensors = {}
+    for name, value in tensors.items():
+        fused = next((fused for fused in _FUSED if f".{fused}." in name), None)
+        if fused is None:
+            result[name] = value
+            continue
+        parts = _FUSED[fused]
+        if len(value) % len(parts):
+            raise UserError(f"{name} has {len(value)} rows, not a multiple of {len(parts)}")
+        for part, piece in zip(parts, np.split(value, len(parts)), strict=True):
+            result[name.replace(fused, part)] = piece
+    return result
 
 
 def to_hf(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
@@ -94,20 +101,14 @@ def to_hf(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
     settings["local_rope_theta"] = settings["local_rope_theta"] or settings["global_rope_theta"]
     if not settings["local_attention"]:  # all layers are global
         settings |= {"local_attention": 128, "global_attn_every_n_layers": 1}
-    return settings, dict(itertools.chain.from_iterable(_join(name, tensors) for name in tensors))
+    return settings, _join(tensors)
 
 
-def _join(name: str, tensors: Tensors) -> list[tuple[str, np.ndarray]]:
-    for fused, parts in _FUSED.items():
-        first, *others = (f".{_part(fused, part)}." for part in parts)
-        if any(other in name for other in others):
-            return []  # part of the fused tensor that replaces the first
-        if first in name:
-            values = [tensors[name.replace(first, part)] for part in (first, *others)]
-            return [(name.replace(first, f".{fused}."), np.concatenate(values))]
-    return [(name, tensors[name])]
-
-
-def _part(fused: str, part: str) -> str:
-    """Return the name that a part of a fused module is given: "attn.query" of "attn.Wqkv"."""
-    return f"{fused.split('.')[0]}.{part}"
+def _join(tensors: Tensors) -> Tensors:
+    """Invert `_split`."""
+    tensors = dict(tensors)
+    for fused, (first, *others) in _FUSED.items():
+        for name in [name for name in tensors if f".{first}." in name]:
+            values = [tensors.pop(name.replace(first, part)) for part in (first, *others)]
+            tensors[name.replace(first, fused)] = np.concatenate(values)
+    return tensors

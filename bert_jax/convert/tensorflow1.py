@@ -3,11 +3,13 @@
 `PREFIX.index` is a table in LevelDB's format (github.com/google/leveldb, doc/table_format.md) from
 tensor names to BundleEntryProto messages (tensorflow/core/protobuf/tensor_bundle.proto), and
 `PREFIX.data-0000i-of-0000n` contain the tensors' bytes. The checksums of blocks and tensors are
-verified. The files may be in a folder or a zip archive.
+verified. The files may be in a folder or a zip archive. `read_bert` gives variables of Google's BERT
+the names of transformers.
 """
 
 import contextlib
 import math
+import re
 import struct
 import zipfile
 import zlib
@@ -21,6 +23,7 @@ import numpy as np
 from google.protobuf import empty_pb2, unknown_fields
 from google.protobuf.message import DecodeError
 
+from bert_jax.convert.weights import read_json
 from bert_jax.errors import UserError
 from bert_jax.storage.files import format_error
 
@@ -283,3 +286,45 @@ def _tensor(file: IO[bytes], name: str, entry: Entry) -> np.ndarray:
     if _masked_crc32c(crc) != entry.crc32c:
         raise ValueError(f"wrong checksum of tensor {name!r}")
     return np.frombuffer(data, entry.dtype).reshape(entry.shape)
+
+
+# --- Google's BERT ---
+
+# Names of variables without "/" or of another layout → canonical names (`families.BERT`).
+_NAMES = {
+    "cls/predictions/output_bias": "cls.predictions.bias",
+    "cls/seq_relationship/output_weights": "cls.seq_relationship.weight",
+    "cls/seq_relationship/output_bias": "cls.seq_relationship.bias",
+    "cls/squad/output_weights": "qa_outputs.weight",
+    "cls/squad/output_bias": "qa_outputs.bias",
+    "output_weights": "classifier.weight",
+    "output_bias": "classifier.bias",
+}
+
+
+def read_bert(
+    folder: Traversable, prefix: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray], list[Traversable]]:
+    """Return bert_config.json, the tensors by canonical name, and the files that hold them."""
+    config = folder / "bert_config.json"
+    if not config.is_file():
+        raise UserError(f"no {config.name} next to {prefix}.index")
+    settings, tensors = read_json(config), {}
+    for name, value in read(folder, prefix, _is_weight).items():
+        new = _NAMES.get(name) or re.sub(r"layer_(\d+)", r"layer.\1", name).replace("/", ".")
+        if new.endswith("_embeddings"):
+            new += ".weight"
+        elif new.endswith(".kernel"):
+            new, value = f"{new.removesuffix('kernel')}weight", value.T
+        tensors[new] = value
+    if "classifier.weight" in tensors:  # run_classifier.py's
+        settings["architectures"] = ["BertForSequenceClassification"]
+    used = [f for f in folder.iterdir() if f.name.startswith(f"{prefix}.data-")]
+    return settings, tensors, sorted(used, key=lambda f: f.name)
+
+
+def _is_weight(name: str) -> bool:
+    """Whether a variable is not part of the optimizer's state."""
+    return not re.search(
+        r"(/|_)(adam|lamb)_[mv](_\d+)?$|^global_step$|^(beta|gamma)\d_power$", name
+    )
