@@ -7,7 +7,6 @@ import collections
 import contextlib
 import math
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -400,23 +399,19 @@ def _label_name(value: Any, where: str) -> str:
 
 
 def _label_order(names: Iterable[str]) -> Any:
-    try:
+    """Return a key that sorts labels by their value if all are numbers, else by name."""
+    with contextlib.suppress(ValueError):
         if all(math.isfinite(float(name)) for name in names):
             return lambda name: (float(name), name)
-    except ValueError:
-        pass
     return str
-
-
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def read_number(where: str, value: Any, advice: str = "correct it") -> float:
     """Return a finite number of a table, which may be text; Python's `1_5` is none."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number or (isinstance(value, str) and _NUMBER.fullmatch(value.strip())):
-        with contextlib.suppress(OverflowError):  # JSON integers can exceed the range of float
-            if math.isfinite(number := float(value)):
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        # JSON integers can exceed the range of float.
+        with contextlib.suppress(ValueError, OverflowError):
+            if "_" not in str(value) and math.isfinite(number := float(value)):
                 return number
     raise UserError(f"{where}: {value!r} is not a number: {advice}")
 
