@@ -46,7 +46,8 @@ class RandomPairs(Pairs):
         lengths = [len(x) for x in tokens]
         self.texts_per_example = texts_per_example
         self.config = TaskConfig(kind="pairs", scale=SCALE)
-        self.splits = {"train": Examples(tokens, lengths, group=texts_per_example)}
+        train = Examples(tokens, lengths, group=texts_per_example)
+        self.splits = {"train": train, "dev": Examples(tokens, lengths)}
 
 
 def plan_of(dataset, **options):

@@ -1,8 +1,10 @@
 """The interfaces between training loop and objectives: `Objective`, and a phase of training."""
 
+import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,45 +23,49 @@ class Metric(NamedTuple):
     higher_is_better: bool = True
 
 
-@runtime_checkable
-class Objective(Protocol):
+class Objective(abc.ABC):
     """Inputs, losses and metrics for rows of one shape.
 
-    An objective may also have `loss_scales`, weights of losses by name (1 for others), and `teacher`,
-    frozen parameters that the training step passes to `loss_terms` as `params["teacher"]`. A metric
-    "real_fraction", the fraction of tokens that are not padding, makes the speed count these only; it
-    is required if steps have different numbers of rows (`Phase.smaller_batch_sizes`).
+    A metric "real_fraction", the fraction of tokens that are not padding, makes the speed count these
+    only; it is required if steps have different numbers of rows (`Phase.smaller_batch_sizes`).
+
+    Attributes:
+        best_metric: held-out metric that selects the best checkpoint.
+        flops_per_row: FLOPs of a training step per row, for hardware utilization.
+        additive: whether the loss of a batch is the sum of the losses of its rows. Otherwise a batch
+            cannot be computed in parts, and gradient accumulation is refused.
+        loss_scales: weights of losses by name; 1 for others.
+        teacher: frozen parameters, which the training state holds and `loss_terms` finds as
+            `params["teacher"]`; None without a teacher.
     """
 
-    # Held-out metric that selects the best checkpoint.
     best_metric: Metric
-    # FLOPs of a training step per row, for hardware utilization.
     flops_per_row: float
-    # Whether the loss of a batch is the sum of the losses of its rows. Otherwise a batch cannot be
-    # computed in parts, and gradient accumulation is refused.
     additive: bool = True
+    loss_scales: Mapping[str, float] = MappingProxyType({})
+    teacher: Params | None = None
 
+    @abc.abstractmethod
     def init(self, key: Key[Array, ""]) -> Params:
         """Return random parameters, independent of the shape of the rows."""
-        ...
 
+    @abc.abstractmethod
     def make_inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
         """Convert rows to inputs on the device; rows are the first axis of every leaf."""
-        ...
 
+    @abc.abstractmethod
     def normalizers(self, inputs: Any) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of each loss for a whole batch."""
-        ...
 
+    @abc.abstractmethod
     def loss_terms(
         self, params: Params, inputs: Any, key: Key[Array, ""] | None
     ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
-        ...
 
     def predict(self, params: Params, inputs: Any) -> dict[str, Array]:
         """Return what `score` needs of held-out rows; rows are the first axis of every array."""
-        ...
+        return {}
 
     def score(
         self, batches_and_outputs: Iterable[tuple[Batch, dict[str, np.ndarray]]]
@@ -68,15 +74,15 @@ class Objective(Protocol):
 
         They are computed while they are iterated over, once, so that few are in memory.
         """
-        ...
+        return {}
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add metrics derived from the means, for display."""
-        ...
+        return means
 
+    @abc.abstractmethod
     def progress_text(self, summary: dict[str, float]) -> str:
         """Return a short text of a summary for the progress bar."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +119,7 @@ class Phase:
 
     def __post_init__(self):
         """Check that the objective allows gradient accumulation."""
-        if self.accumulation > 1 and not getattr(self.objective, "additive", True):
+        if self.accumulation > 1 and not self.objective.additive:
             raise UserError(
                 f"config.accumulation is {self.accumulation}: it must be 1 with a loss that compares "
                 "all examples of a batch; to save memory, set config.model.remat=full or lower "

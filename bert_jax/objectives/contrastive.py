@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config.schema import EmbedConfig, ModelConfig
-from bert_jax.data.examples import NO_EXAMPLE, PackedBatches
-from bert_jax.model.bert import Params
-from bert_jax.model.heads import pool_tokens
+from bert_jax.data.examples import NO_EXAMPLE
+from bert_jax.model.bert import Bert, Params, pool_tokens
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
 from bert_jax.tasks.pairs import Pairs
@@ -31,18 +29,6 @@ class Contrastive(Supervised):
     head = ""
     additive = False
     dataset: Pairs
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        dataset: Pairs,
-        split: str,
-        plan: PackedBatches,
-        embed: EmbedConfig | None = None,
-    ):
-        """Initialize as `Supervised`."""
-        super().__init__(model, dataset, split, plan, embed)
-        self.group = 1  # evaluated examples are single texts
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
         """Return 1 for each anchor, else 0; n is S divided by the number of texts per example."""

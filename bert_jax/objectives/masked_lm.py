@@ -1,6 +1,5 @@
 """Masked LM and next-sentence prediction (Devlin et al., section 3.1)."""
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,13 +8,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.config.schema import MaskingConfig, ModelConfig
 from bert_jax.data import rows
-from bert_jax.data.loader import Batch
 from bert_jax.model.bert import Bert, Params, init_params
 from bert_jax.model.flops import flops_per_row
 from bert_jax.model.heads import SPAN_POSITIONS, SpanBoundary
 from bert_jax.model.layers import one_hot_gather
 from bert_jax.objectives import losses
-from bert_jax.objectives.base import Metric
+from bert_jax.objectives.base import Metric, Objective
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.masking import MaskedBatch, Masker, spans
 
@@ -29,14 +27,13 @@ class Inputs(NamedTuple):
     label_weights: Float[Array, "B S"]
 
 
-class MaskedLM:
+class MaskedLM(Objective):
     """Masked LM on rows of one format, with next-sentence prediction and SpanBERT's span-boundary
     objective if the model has these heads.
     """
 
     # Prefix of the names of the token loss and its metrics, and what the progress bar calls it.
     metric_prefix, display_name = "masked_lm", "mlm"
-    additive = True
 
     def __init__(
         self,
@@ -147,16 +144,6 @@ class MaskedLM:
         real = rows.is_real(inputs.layout)
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms
-
-    def predict(self, params: Params, inputs: Any) -> dict[str, Array]:
-        """Return nothing: all held-out metrics are means."""
-        return {}
-
-    def score(
-        self, batches_and_outputs: Iterable[tuple[Batch, dict[str, np.ndarray]]]
-    ) -> dict[str, float]:
-        """Return nothing: all held-out metrics are means."""
-        return {}
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add the sum of the losses, and the perplexity: exp of the token loss."""

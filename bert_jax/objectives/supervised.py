@@ -18,7 +18,7 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params, init_params
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives import losses
-from bert_jax.objectives.base import Metric
+from bert_jax.objectives.base import Metric, Objective
 from bert_jax.objectives.distillation import (
     LOGITS,
     StateLosses,
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
     label: Any
 
 
-class Supervised:
+class Supervised(Objective):
     """A fine-tuning objective: cross-entropy of one label per example or token, or a subclass's loss.
 
     Attributes:
@@ -54,7 +54,6 @@ class Supervised:
     """
 
     head: ClassVar[str]
-    additive = True
 
     def __init__(
         self,
@@ -67,10 +66,8 @@ class Supervised:
         """Initialize for evaluation on `split`; `plan` is of the training examples."""
         self.model, self.dataset, self._split = Bert(model), dataset, split
         self.best_metric = Metric(dataset.best_by)
-        self.group = plan.examples.group
+        self.group = dataset.splits[split].group
         self.pooling = (embed or EmbedConfig()).pooling
-        self.teacher: Params | None = None
-        self.loss_scales: dict[str, float] = {}
         shape = plan.shape
         self._row_shape = (shape.tokens, shape.sequences)
         self.flops_per_row = flops_per_row(model, *self._row_shape, 0)
@@ -81,7 +78,7 @@ class Supervised:
         The prediction loss is the KL divergence of the distributions of each labeled example or token,
         or the squared difference in regression.
         """
-        kind = getattr(self.dataset, "objective", "class")
+        kind = self.dataset.objective
         if self.head not in ("sequence", "token") or kind == "classes":
             raise UserError(
                 f"config.distill.teacher is {config.teacher!r}: this task cannot be distilled, only "
@@ -165,15 +162,27 @@ class Supervised:
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
     ) -> tuple[Any, dict[str, WeightedSum]]:
         """Return the logits, and the losses against the teacher."""
-        args, weights = (inputs.tokens, inputs.layout), self.loss_weights(inputs)
-        names = ("head", *self._states.outputs)
-        student: Any = self.model.apply({"params": params}, *args, key=key, outputs=names)
-        teacher: Any = self._teacher_model.apply(
-            {"params": params["teacher"]}, *args, outputs=names
-        )
-        logits, teacher_logits = student.head, teacher.head
-        terms = self._states(params, student, teacher, inputs.layout)
-        if getattr(self.dataset, "objective", "class") == "number":
+        args, weights, terms = (inputs.tokens, inputs.layout), self.loss_weights(inputs), {}
+        logits: Any
+        teacher_logits: Any
+        if self._states.names:
+            student_layer, teacher_layer = self._states.layers
+            student: Any = self.model.apply(
+                {"params": params}, *args, None, key, student_layer, method=Bert.for_distillation
+            )
+            teacher: Any = self._teacher_model.apply(
+                {"params": params["teacher"]}, *args, None, None, teacher_layer,
+                method=Bert.for_distillation,
+            )  # fmt: skip
+            logits, teacher_logits = student[0], teacher[0]
+            is_real = rows.is_real(inputs.layout)
+            terms |= self._states(student[1:], teacher[1:], inputs.layout.segment_ids, is_real)
+        else:
+            logits = self._logits(params, inputs, key)
+            teacher_logits = self._teacher_model.apply(
+                {"params": params["teacher"]}, *args, None, method=Bert.classify
+            )
+        if self.dataset.objective == "number":
             error = (logits[..., 0] - teacher_logits[..., 0]) ** 2
             terms[LOGITS] = (jnp.sum(error * weights), jnp.sum(weights))
         else:
@@ -208,10 +217,6 @@ class Supervised:
                     # A view would keep the whole batch in memory.
                     logits[batch["example"][row, slot]] = example_logits.copy()
         return logits
-
-    def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the means unchanged."""
-        return means
 
     def progress_text(self, summary: dict[str, float]) -> str:
         """Return the loss and the selection metric, or accuracy while training."""

@@ -92,7 +92,7 @@ def initial_state(
     # With the seed's sharding, so that JAX does not trace it again in `init`.
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(mesh))
     params = jax.eval_shape(draw, seed)
-    teacher = jax.eval_shape(lambda: getattr(objective, "teacher", None))
+    teacher = jax.eval_shape(lambda: objective.teacher)
     loss_terms = jax.eval_shape(
         lambda params, batch, key: objective.loss_terms(
             params, objective.make_inputs(batch, key), None
@@ -119,8 +119,9 @@ def initial_state(
 
 def place_teacher(state: State, objective: Objective, shapes: State) -> State:
     """Return a state with the parameters of the objective's teacher, if it has one."""
-    teacher = getattr(objective, "teacher", None)
-    placed = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), teacher, shapes.teacher)
+    placed = jax.tree.map(
+        lambda x, y: jax.device_put(x, y.sharding), objective.teacher, shapes.teacher
+    )
     return state._replace(teacher=placed)
 
 

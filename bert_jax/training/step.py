@@ -36,13 +36,11 @@ def make_step(config: TrainConfig, phase: Phase):
     optimizer = optim.make_optimizer(config)
     objective, accumulation = phase.objective, phase.accumulation
 
-    scales = getattr(objective, "loss_scales", {})
-
     def loss_fn(params, teacher, inputs, key, normalizers):
         params = with_teacher(optim.stop_frozen_gradients(config, params), teacher)
         loss_terms = objective.loss_terms(params, inputs, key)
         loss = sum(
-            scales.get(name, 1) * loss_terms[name][0] / jnp.maximum(normalizer, 1)
+            objective.loss_scales.get(name, 1) * loss_terms[name][0] / jnp.maximum(normalizer, 1)
             for name, normalizer in normalizers.items()
         )
         return loss, {**loss_terms, "_loss": (loss, jnp.float32(0))}
