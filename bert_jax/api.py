@@ -24,7 +24,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,14 +50,10 @@ from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives import pretraining, warm_start
 from bert_jax.runtime import device
 from bert_jax.storage import files
-from bert_jax.tasks import tables
-from bert_jax.tasks.conll import TokenClassification
-from bert_jax.tasks.squad import Squad
+from bert_jax.tasks.base import NEW, Prediction, Text
 
 if TYPE_CHECKING:
     import tokenizers
-
-Text = str | tuple[str, str]
 
 
 class Output(NamedTuple):
@@ -77,19 +72,6 @@ class Output(NamedTuple):
     masked_lm: Float[Array, "N T V"] | None
     next_sentence: Float[Array, "N 2"] | None
     head: Float[Array, "N ..."] | None
-
-
-class Prediction(NamedTuple):
-    """What a fine-tuned model predicts for one text.
-
-    Attributes:
-        label: the label; a tuple of labels of a multilabel task or for the words of a tagging task,
-            a number for regression, the answer for SQuAD.
-        probabilities: by label; empty for regression, tagging and SQuAD.
-    """
-
-    label: str | float | tuple[str, ...]
-    probabilities: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,9 +110,11 @@ class Model:
     def _tool(self, kind: Callable[[source_lib.OpenModel], Any]) -> Any:
         """Return the object of a class of `inference`, made at its first use."""
         if kind not in self._tools:
-            opened = source_lib.OpenModel(self.config, self.vocabulary, self.params, self.step)
-            self._tools[kind] = kind(opened)
+            self._tools[kind] = kind(self._opened())
         return self._tools[kind]
+
+    def _opened(self) -> source_lib.OpenModel:
+        return source_lib.OpenModel(self.config, self.vocabulary, self.params, self.step)
 
     def encode(self, texts: Sequence[Text]) -> Inputs:
         """Tokenize N texts, or pairs of texts, into inputs of `apply`, one text per row.
@@ -229,42 +213,17 @@ class Model:
         """
         _require_list("predict", texts)
         config = self.config
-        if not isinstance(config, FinetuneConfig) or config.task.kind in ("choice", "pairs"):
+        if isinstance(config, FinetuneConfig) and config.task.kind in ("choice", "pairs"):
             raise UserError(
-                f"{self.source} has no head that predicts from texts: load a run of "
-                "`bert-jax finetune` (for multiple choice, use `bert-jax predict`)"
+                f"{self.source} does not predict from texts: use `bert-jax predict` for multiple choice, "
+                "and `embed` for a model of pairs"
             )
         if not texts:
             return []
-        with tempfile.TemporaryDirectory() as folder:
-            task, path = _write_texts(config.task, texts, pathlib.Path(folder))
-            dataset, logits = predict.predict_new(
-                dataclasses.replace(config, task=task),
-                self.vocabulary,
-                self.params,
-                str(path),
-                self.source,
-                self.step,
-            )
-        if isinstance(dataset, Squad):
-            answers = dataset.texts(dataset.predict("new", logits))
-            return [Prediction(text, {}) for text in answers.values()]
-        if isinstance(dataset, TokenClassification):
-            tags = dataset.predicted(dataset.predict("new", logits))
-            return [Prediction(tuple(labels), {}) for labels in tags]
-        assert isinstance(dataset, tables.Classification)
-        stacked = dataset.stacked(logits)
-        if config.task.objective == "number":
-            return [Prediction(float(value), {}) for value in stacked[:, 0]]
-        probabilities = [
-            dict(zip(dataset.labels, row, strict=True))
-            for row in tables.probabilities(stacked, config.task.objective).tolist()
-        ]
-        is_multilabel = config.task.objective == "classes"
-        return [
-            Prediction(labels if is_multilabel else labels[0], row)
-            for labels, row in zip(dataset.predicted(stacked), probabilities, strict=True)
-        ]
+        # Lone surrogates cannot be encoded.
+        valid = [jax.tree.map(lambda x: x.encode(errors="replace").decode(), x) for x in texts]
+        dataset, logits = predict.predict_new(self._opened(), valid, self.source)
+        return dataset.predictions(NEW, logits)
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write config, vocabulary and parameters to a new folder, which `load` accepts.
@@ -494,23 +453,3 @@ def _is_used(path: pathlib.Path) -> bool:
     folder = path.parents[1]
     configs = (*folder.glob("config.json"), *folder.glob("seed_*/config.json"))
     return any(configs) or any(x.is_dir() for x in path.parent.iterdir())
-
-
-def _write_texts(
-    task: Any, texts: Sequence[Text], folder: pathlib.Path
-) -> tuple[Any, pathlib.Path]:
-    """Write texts in the layout of a task's data; return the task that reads it, and the file."""
-    pairs = [(text, None) if isinstance(text, str) else text for text in texts]
-    path, records = folder / "new.jsonl", [{task.text_a: a} for a, _ in pairs]
-    if task.kind == "squad":
-        paragraphs = [
-            {"context": context, "qas": [{"id": str(i), "question": question, "answers": []}]}
-            for i, (question, context) in enumerate(pairs)
-        ]
-        records = [{"data": [{"paragraphs": paragraphs}]}]
-    elif task.kind == "classification":
-        has_pairs = any(b is not None for _, b in pairs)
-        records = [{"a": a, "b": b} if has_pairs else {"a": a} for a, b in pairs]
-        task = dataclasses.replace(task, name="", text_a="a", text_b="b" if has_pairs else "")
-    _write_lines(path, records)
-    return task, path

@@ -17,20 +17,23 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
+
 from bert_jax import storage
-from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig
-from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import with_user_paths
+from bert_jax.config.schema import FinetuneConfig, TrainConfig
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError, with_user_paths
 from bert_jax.inference.fill_mask import MaskProbe
 from bert_jax.inference.predict import METRICS, evaluate_run, over_seeds
 from bert_jax.model.bert import Params
-from bert_jax.objectives import finetuning
+from bert_jax.objectives import finetuning, warm_start
 from bert_jax.objectives.base import Phase
 from bert_jax.runs import workdir
 from bert_jax.runtime import device, distributed, sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.runtime.signals import Interrupted
 from bert_jax.storage import files
+from bert_jax.tasks.load import load_dataset
 from bert_jax.training import guard, summary
 from bert_jax.training.log import print_json
 from bert_jax.training.session import (
@@ -257,9 +260,11 @@ def finetune(
 
     Args:
         config: validated config.
-        init, seeds, vocab, which, keys: as in `finetuning.prepare_run`.
+        init, which, vocab: as in `warm_start.open_init`.
         folder: the workdir; with several seeds, each has a workdir inside it.
+        seeds: number of seeds, from `config.seed` on.
         force, summarize_trace, save_on_signal: as in `train`.
+        keys: as in `warm_start.with_head`.
 
     Returns:
         The content of metrics.json.
@@ -267,21 +272,43 @@ def finetune(
     Raises:
         Interrupted: stopped after saving.
     """
+    if jax.process_count() > 1:
+        raise UserError(
+            "fine-tuning runs in one process, on all devices of one machine: start it once, without "
+            "BERT_JAX_COORDINATOR"
+        )
     folder = pathlib.Path(folder)
     workdir.require_same_kind(folder, seeds)
-    run = finetuning.prepare_run(config, init, seeds, vocab, which, keys)
-    options = (force, run.params, {}, summarize_trace, save_on_signal)
+    config, start = warm_start.open_init(config, init, which, vocab)
+    dataset = load_dataset(config.task, start.vocabulary)
+    config = warm_start.with_head(config, start, dataset, keys)
+    all_seeds = range(config.seed, config.seed + seeds)
+    shards = sharding.num_row_shards(sharding.make_mesh(config.mesh))
+    config, data, plan, phase = finetuning.make_phase(
+        config, dataset, all_seeds, shards, start.vocabulary
+    )
+    params, new = warm_start.select_params(config, start.config.model, start.params)
+    data[0]["start"] = warm_start.params_digest(params)
+    print(*finetuning.run_lines(config, dataset, phase, init, new), sep="\n", flush=True)
+
+    options = (force, params, {}, summarize_trace, save_on_signal)
     results = []
-    for seed in range(config.seed, config.seed + seeds):
-        seed_config = dataclasses.replace(copy.deepcopy(run.config), seed=seed)
+    for seed in all_seeds:
+        seed_config = dataclasses.replace(copy.deepcopy(config), seed=seed)
         seed_folder = folder / f"seed_{seed}" if seeds > 1 else folder
+        seed_phase = dataclasses.replace(
+            phase,
+            batches=functools.partial(plan.batches, seed),
+            row_indices=functools.partial(plan.members, seed=seed),
+        )
         if seeds > 1:
             print(f"seed {seed}", flush=True)
-        train(seed_config, run.vocabulary, run.data, [run.phase(seed)], seed_folder, *options)
-        results.append(evaluate_run(seed_folder, run.dataset, MeshConfig()))
-    summary = results[0] if seeds == 1 else over_seeds(results)
-    if seeds > 1:
-        files.write_json(folder / METRICS, summary)
+        train(seed_config, start.vocabulary, data, [seed_phase], seed_folder, *options)
+        results.append(evaluate_run(seed_folder, dataset))
+    if seeds == 1:
+        return results[0]
+    summary = over_seeds(results)
+    files.write_json(folder / METRICS, summary)
     return summary
 
 

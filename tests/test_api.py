@@ -174,6 +174,16 @@ def test_multilabel_names_may_contain_the_separator(run):
     assert prediction.label == ("a|b", "e|f")
 
 
+def test_texts_of_another_form_than_the_task_are_refused(run):
+    task = TaskConfig(kind="squad", tokens=32, question_tokens=8)
+    reader = with_head(run, "span", ("start", "end"), task)
+    with pytest.raises(UserError, match="text 1 is no pair"):
+        reader.predict([("the mill", "The river runs."), "the mill"])
+    tagger = with_head(run, "token", ("O", "B-x"), TaskConfig(kind="tagging", tokens=16))
+    with pytest.raises(UserError, match="text 0 is a pair"):
+        tagger.predict([("the mill", "The river runs.")])
+
+
 def test_predict_without_a_head_is_rejected(run):
     with pytest.raises(UserError, match="no head"):
         run.predict(["a text"])

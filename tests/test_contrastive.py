@@ -16,7 +16,7 @@ from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, Mode
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches
-from bert_jax.objectives import finetuning
+from bert_jax.objectives import finetuning, warm_start
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tasks.pairs import Pairs
@@ -174,17 +174,17 @@ def test_invalid_pair_settings_are_rejected(change):
 def test_embed_settings_default_to_those_of_the_checkpoint():
     start = EmbedConfig(pooling="cls", normalize=True, tokens=50)
     config = FinetuneConfig(task=TaskConfig(tokens=40))
-    assert finetuning.embed_config(config, start) == start
+    assert warm_start.embed_config(config, start) == start
     # Training has no prompt and no truncated vectors.
     other = dataclasses.replace(start, prompt="query: ", include_prompt=False, truncate_dim=5)
-    assert finetuning.embed_config(config, other) == start
-    assert finetuning.embed_config(config, EmbedConfig()) == EmbedConfig(tokens=40)
+    assert warm_start.embed_config(config, other) == start
+    assert warm_start.embed_config(config, EmbedConfig()) == EmbedConfig(tokens=40)
     config.embed = EmbedConfig(tokens=30, layers="all")
     expected = EmbedConfig(pooling="cls", normalize=True, tokens=30, layers="all")
-    assert finetuning.embed_config(config, start) == expected
+    assert warm_start.embed_config(config, start) == expected
     # A setting that the user has given counts, even if it is the default.
     expected = dataclasses.replace(expected, pooling="mean")
-    assert finetuning.embed_config(config, start, ["embed.pooling"]) == expected
+    assert warm_start.embed_config(config, start, ["embed.pooling"]) == expected
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from bert_jax.model import bert, embeddings, encoder
 from bert_jax.model.bert import Bert, init_params, shapes
 from bert_jax.model.dropout import generator_key
 from bert_jax.model.lstm import BiLSTM
-from bert_jax.objectives import finetuning
+from bert_jax.objectives import finetuning, warm_start
 from bert_jax.objectives.finetuning import make_objective
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
@@ -288,34 +288,34 @@ def test_encoder_and_pooler_are_restored_without_heads():
     params = random_params(start)
     assert "classifier" in params  # of another task with the same number of labels
     config = FinetuneConfig(model=model_config(SEQUENCE), reset_layers=1)
-    taken, new = finetuning.restored(config, start, params)
+    taken, new = warm_start.select_params(config, start, params)
     assert new == ["encoder/layer_1", "classifier"]
     left_out = ("classifier", "encoder/layer_1/", "masked_lm", "next")
     assert not any(path.startswith(left_out) for path in flat(taken))
     assert {"pooler/kernel", "encoder/layer_0/attention/query/kernel"} <= flat(taken).keys()
     config = FinetuneConfig(model=model_config(TOKEN))
-    taken, new = finetuning.restored(config, start, params)
+    taken, new = warm_start.select_params(config, start, params)
     assert new == ["classifier"]
     assert "pooler" not in taken
     bare = dataclasses.replace(start, next_sentence=False, head=HeadConfig())
     config = FinetuneConfig(model=model_config(SEQUENCE))
-    assert finetuning.restored(config, bare, params)[1] == ["classifier", "pooler"]
+    assert warm_start.select_params(config, bare, params)[1] == ["classifier", "pooler"]
 
 
 def test_head_transform_is_initialized_from_the_masked_lm():
     start = model_config(SEQUENCE, masked_lm=True, head=HeadConfig())
     params = random_params(start)
-    transform = ModelConfig(head=HeadConfig(layer="transform", pooling="mean"))
-    model = finetuning.model_config(FinetuneConfig(model=transform), start, SEQUENCE)
-    assert (model.head.layer, model.head.pooling) == ("transform", "mean")
-    taken, new = finetuning.restored(FinetuneConfig(model=model), start, params)
+    transform = ModelConfig(head_layer="transform", head_pooling="mean")
+    model = warm_start.model_config(FinetuneConfig(model=transform), start, SEQUENCE)
+    assert (model.head_layer, model.head_pooling) == ("transform", "mean")
+    taken, new = warm_start.select_params(FinetuneConfig(model=model), start, params)
     assert new == ["classifier"]
     assert taken["head"] == {name: params["masked_lm"][name] for name in ("transform", "norm")}
     assert {*shapes(model)} - {*taken} == {"classifier"}
     # The checkpoint's head layer is kept unless the config sets another.
-    kept = finetuning.model_config(FinetuneConfig(), model, TOKEN)
-    assert kept.head.layer == "transform"
-    taken, new = finetuning.restored(FinetuneConfig(model=kept), model, random_params(model))
+    kept = warm_start.model_config(FinetuneConfig(), model, TOKEN)
+    assert kept.head_layer == "transform"
+    taken, new = warm_start.select_params(FinetuneConfig(model=kept), model, random_params(model))
     assert "head" in taken
     assert new == ["classifier"]
     # The masked-LM head of a model with smaller embeddings has another shape.
@@ -324,19 +324,16 @@ def test_head_transform_is_initialized_from_the_masked_lm():
         config = FinetuneConfig(
             model=dataclasses.replace(model, embedding_size=other.embedding_size)
         )
-        taken, new = finetuning.restored(config, other, random_params(other))
+        taken, new = warm_start.select_params(config, other, random_params(other))
         assert new == ["classifier", "head"]
         assert "head" not in taken
 
 
 def test_modules_above_the_encoder_are_reinitialized():
-    start = model_config(SEQUENCE, **{"head.lstm_layers": 2, "head.features": "weighted-all"})
-    asked = FinetuneConfig(model=ModelConfig(head=HeadConfig(lstm_layers=1)))
-    model = finetuning.model_config(asked, start, SEQUENCE)
-    assert (model.head.lstm_layers, model.head.features) == (
-        1,
-        "",
-    )  # from the config, not the checkpoint
+    start = model_config(SEQUENCE, lstm_layers=2, features="weighted-all")
+    asked = FinetuneConfig(model=ModelConfig(lstm_layers=1))
+    model = warm_start.model_config(asked, start, SEQUENCE)
+    assert (model.lstm_layers, model.features) == (1, "")  # from the config, not the checkpoint
     for changes, new in (
         (
             {"head.lstm_layers": 2, "head.features": "weighted-all"},
@@ -346,7 +343,7 @@ def test_modules_above_the_encoder_are_reinitialized():
         ({}, ["classifier", "pooler"]),
     ):
         config = FinetuneConfig(model=model_config(SEQUENCE, **changes))
-        taken, result = finetuning.restored(config, start, random_params(start))
+        taken, result = warm_start.select_params(config, start, random_params(start))
         assert result == new
         assert taken.keys() == {"embeddings", "encoder"}
         assert {*shapes(config.model)} - {*taken} == {*new}
@@ -530,9 +527,9 @@ RELU = {"pooler_activation": "relu"}
 def test_model_config_comes_from_the_checkpoint(start, config, keys, expected):
     start = model_config(SEQUENCE, **{"head.kind": "", "head.labels": (), **start})
     config = FinetuneConfig(model=ModelConfig(**config))
-    model = finetuning.model_config(config, start, SEQUENCE, keys)
-    assert {name: operator.attrgetter(name)(model) for name in expected} == expected
-    tagging = finetuning.model_config(FinetuneConfig(), start, TOKEN)
+    model = warm_start.model_config(config, start, SEQUENCE, keys)
+    assert {name: getattr(model, name) for name in expected} == expected
+    tagging = warm_start.model_config(FinetuneConfig(), start, TOKEN)
     assert tagging.pooler_activation == start.pooler_activation  # it has no pooler
 
 
@@ -547,7 +544,7 @@ def test_model_config_comes_from_the_checkpoint(start, config, keys, expected):
 def test_settings_that_contradict_the_checkpoint_are_refused(start, config, keys, message):
     config = FinetuneConfig(model=ModelConfig(**config))
     with pytest.raises(UserError, match=message):
-        finetuning.model_config(config, model_config(SEQUENCE, **start), SEQUENCE, keys)
+        warm_start.model_config(config, model_config(SEQUENCE, **start), SEQUENCE, keys)
 
 
 @pytest.mark.parametrize(
@@ -562,7 +559,7 @@ def test_settings_that_contradict_the_checkpoint_are_refused(start, config, keys
 def test_new_pooler_has_the_activation_of_the_family(start, config, expected):
     start = model_config(SEQUENCE, **{"head.kind": "", "head.labels": (), **start})
     config = FinetuneConfig(model=ModelConfig(**config))
-    model = finetuning.model_config(config, start, SEQUENCE)
+    model = warm_start.model_config(config, start, SEQUENCE)
     assert model.pooler_activation == expected
     assert not model.next_sentence
     assert not model.masked_lm

@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bert_jax.config.schema import FinetuneConfig, TaskConfig
-from bert_jax.data import vocabulary_files
-from bert_jax.data.vocabulary import SPECIAL, Vocabulary
+from bert_jax.convert.source import OpenModel
+from bert_jax.data import wordpiece
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict
 from bert_jax.storage import copies
@@ -474,12 +475,12 @@ def test_new_data_get_the_threshold_of_the_same_step(tmp_path, monkeypatch):
         metrics = {"step": step, "dev": {"best_f1_thresh": threshold}}
         (tmp_path / f"{name}.json").write_text(json.dumps(metrics))
     for step, expected in ((8, -1.0), (4, -3.0), (6, 0.0)):
-        config = FinetuneConfig(task=task)
-        dataset, _ = predict.predict_new(config, VOCABULARY, {}, str(path), tmp_path, step)
+        opened = OpenModel(FinetuneConfig(task=task), VOCABULARY, {}, step)
+        dataset, _ = predict.predict_new(opened, str(path), tmp_path)
         assert dataset.null_threshold == expected
     # A run on object storage is copied.
     monkeypatch.setattr(copies, "local", lambda url: tmp_path)
-    dataset, _ = predict.predict_new(config, VOCABULARY, {}, str(path), "gs://bucket/run", 8)
+    dataset, _ = predict.predict_new(opened._replace(step=8), str(path), "gs://bucket/run")
     assert dataset.null_threshold == -1.0
 
 

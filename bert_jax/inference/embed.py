@@ -253,14 +253,13 @@ class Embedder:
     def _prepared(self, texts: Iterable[str]) -> Iterator[_Chunk]:
         """Yield chunks, preparing the next one in a thread."""
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            pending = None
+            pending = collections.deque()
             for chunk in self._chunks(texts):
-                upcoming = executor.submit(self._prepare, chunk)
-                if pending:
-                    yield pending.result()
-                pending = upcoming
+                pending.append(executor.submit(self._prepare, chunk))
+                if len(pending) > 1:
+                    yield pending.popleft().result()
             if pending:
-                yield pending.result()
+                yield pending.popleft().result()
 
     def _chunks(self, texts: Iterable[str]) -> Iterator[list[str]]:
         chunk, characters = [], 0
@@ -305,9 +304,7 @@ class Embedder:
                 yield np.array(encoding.ids, np.int32)
 
     def _with_special(self, ids: np.ndarray) -> np.ndarray:
-        tokens = np.empty(len(ids) + 2, np.int32)
-        tokens[0], tokens[1:-1], tokens[-1] = self.vocabulary.cls_id, ids, self.vocabulary.sep_id
-        return tokens
+        return np.pad(ids, 1, constant_values=(self.vocabulary.cls_id, self.vocabulary.sep_id))
 
     def _pieces(self, text: int, tokens: np.ndarray) -> Iterator[_Piece]:
         length = len(tokens) - 2
@@ -419,9 +416,7 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
             x = functools.reduce(jnp.add, map(operator.mul, weights, selected))
         else:
             x = jnp.concatenate(selected, -1)
-        if pooling == "none":
-            return x
-        return sum_tokens(x, layout, counted)
+        return x if pooling == "none" else sum_tokens(x, layout, counted)
 
     return forward
 

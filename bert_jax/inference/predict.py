@@ -4,7 +4,7 @@ import copy
 import json
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 
 from bert_jax import storage
 from bert_jax.config.schema import FinetuneConfig, MeshConfig
+from bert_jax.convert.source import OpenModel
 from bert_jax.data.loader import HELDOUT_SEED, Batch
-from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives import finetuning
@@ -22,44 +22,20 @@ from bert_jax.runs import checkpoint, workdir
 from bert_jax.runtime import distributed, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
-from bert_jax.tasks.base import FinetuneDataset, Logits
+from bert_jax.tasks.base import NEW, FinetuneDataset, Logits, Text
 from bert_jax.tasks.load import load_dataset
 from bert_jax.tasks.metrics import LOWER_IS_BETTER
-from bert_jax.tasks.squad import Squad
 
-METRICS, PREDICTIONS = "metrics.json", "predictions"
+METRICS = "metrics.json"
 
-# Jitted functions of `predictions` by all that they depend on.
+# Jitted functions of `predict` by all that they depend on.
 _PREDICT: dict[tuple[type, str], Callable[[Params, Any], dict[str, jax.Array]]] = {}
-
-
-def predictions(
-    objective: Supervised, params: Params, batches: Iterable[Batch], mesh: sharding.Mesh
-) -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
-    """Yield each batch with the objective's outputs for it, both on the host."""
-    kind = type(objective), repr((objective.model.config, objective.pooling))
-    if kind not in _PREDICT:
-        kept = copy.copy(objective)
-        del kept.dataset  # not used, and large
-        kept.model = Bert(copy.deepcopy(objective.model.config))  # configs are mutable
-        _PREDICT[kind] = jax.jit(
-            lambda params, batch: kept.predict(
-                params, kept.make_inputs(batch, jax.random.key(HELDOUT_SEED))
-            )
-        )
-    params = jax.device_put(params, sharding.replicated(mesh))
-    for batch in batches:
-        yield (
-            distributed.to_hosts(batch),
-            distributed.to_hosts(_PREDICT[kind](params, sharding.shard_batch(batch, mesh))),
-        )
 
 
 @storage.mirrors("folder")
 def evaluate_run(
-    folder: str | pathlib.Path, dataset: FinetuneDataset | None = None, mesh: MeshConfig | None = None,
-    which: str = "best",
-) -> dict[str, Any]:  # fmt: skip
+    folder: str | pathlib.Path, dataset: FinetuneDataset | None = None, which: str = "best"
+) -> dict[str, Any]:
     """Score a run's checkpoint on every split except training, and write its predictions.
 
     The files are metrics.json and predictions/; of a checkpoint that was chosen by `which`, they are
@@ -68,7 +44,6 @@ def evaluate_run(
     Args:
         folder, which: the workdir and its checkpoint, as in `checkpoint.load_model`.
         dataset: the run's data; None reads the splits to evaluate.
-        mesh: the devices to use.
 
     Returns:
         The content of the metrics' file: the step, and the metrics by split.
@@ -89,14 +64,11 @@ def evaluate_run(
     results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": dataset.best_by}
     for split, examples in dataset.splits.items():
         if split != "train" and len(examples):
-            logits = predict(config, params, dataset, split, mesh or MeshConfig())
-            metrics = dataset.score(split, logits)
-            if split == "dev" and isinstance(dataset, Squad):
-                tuned = dataset.tuned(metrics)
-                if tuned is not dataset:
-                    dataset, metrics = tuned, tuned.score(split, logits)
-            results[split] = metrics
-            out = folder / f"{PREDICTIONS}{suffix}" / split
+            logits = predict(config, params, dataset, split)
+            results[split] = dataset.score(split, logits)
+            if split == "dev" and (tuned := dataset.tuned(results[split])) is not dataset:
+                dataset, results[split] = tuned, tuned.score(split, logits)
+            out = folder / f"predictions{suffix}" / split
             with files.one_line_errors(f"cannot write {out}"):
                 out.mkdir(parents=True, exist_ok=True)
                 dataset.write(split, logits, out)
@@ -104,23 +76,38 @@ def evaluate_run(
     return results
 
 
-def predict(
-    config: FinetuneConfig, params: Params, dataset: FinetuneDataset, split: str, mesh: MeshConfig
-) -> Logits:
-    """Return the logits of all examples of a split, in order."""
-    device_mesh = sharding.make_mesh(mesh)
+def predict(config: FinetuneConfig, params: Params, dataset: FinetuneDataset, split: str) -> Logits:
+    """Return the logits of all examples of a split, in order, computed on all devices."""
+    mesh = sharding.make_mesh(MeshConfig())
     examples = dataset.splits[split]
-    plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(device_mesh))
+    plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(mesh))
     objective = finetuning.make_objective(config.model, dataset, split, plan, config.embed)
+    run = _program(objective)
+    params = jax.device_put(params, sharding.replicated(mesh))
     with Progress(f"predict {split}", plan.steps, "batches") as progress:
 
-        def batches_and_outputs() -> Iterator[Any]:
-            batches = plan.batches(0, 0, plan.steps)
-            for result in predictions(objective, params, batches, device_mesh):
+        def outputs() -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
+            for batch in plan.batches(0, 0, plan.steps):
+                computed = run(params, sharding.shard_batch(batch, mesh))
+                yield distributed.to_hosts(batch), distributed.to_hosts(computed)
                 progress.advance()
-                yield result
 
-        return objective.logits(split, batches_and_outputs())
+        return objective.logits(split, outputs())
+
+
+def _program(objective: Supervised) -> Callable[[Params, Batch], dict[str, jax.Array]]:
+    """Return a jitted function from parameters and rows to the objective's outputs."""
+    kind = type(objective), repr((objective.model.config, objective.pooling))
+    if kind not in _PREDICT:
+        kept = copy.copy(objective)
+        del kept.dataset  # not used, and large
+        kept.model = Bert(copy.deepcopy(objective.model.config))  # configs are mutable
+        _PREDICT[kind] = jax.jit(
+            lambda params, batch: kept.predict(
+                params, kept.make_inputs(batch, jax.random.key(HELDOUT_SEED))
+            )
+        )
+    return _PREDICT[kind]
 
 
 @storage.with_local_inputs("folder")
@@ -136,22 +123,25 @@ def read_metrics(folder: str | pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def predict_new(
-    config: FinetuneConfig,
-    vocabulary: Vocabulary,
-    params: Params,
-    source: str,
-    folder: str | pathlib.Path,
-    step: int,
+    opened: OpenModel, new: str | Sequence[Text], folder: str | pathlib.Path
 ) -> tuple[FinetuneDataset, Logits]:
     """Return new data and the logits of a fine-tuned model for its only split, "new".
 
-    `source` is as for `predict_file`. The metrics of `folder`, the workdir, have the threshold of
-    SQuAD 2.0.
+    Args:
+        opened: the model.
+        new: texts, or a file of new data in a format that the dataset's class reads; "-" for standard
+            input.
+        folder: the workdir, whose metrics have the threshold of SQuAD 2.0.
     """
-    dataset = load_dataset(config.task, vocabulary, config.model.head.labels, new=source)
-    if isinstance(dataset, Squad):
+    config, vocabulary, params, step = opened
+    if not isinstance(config, FinetuneConfig):
+        raise UserError(
+            f"{folder} is not a fine-tuning run: it has no head that predicts from texts"
+        )
+    dataset = load_dataset(config.task, vocabulary, config.model.labels, new=new)
+    if config.task.kind == "squad":
         dataset = dataset.tuned(read_metrics(folder, step).get("dev", {}))
-    return dataset, predict(config, params, dataset, "new", MeshConfig())
+    return dataset, predict(config, params, dataset, NEW)
 
 
 @storage.with_local_inputs("folder", "source")
@@ -163,18 +153,15 @@ def predict_file(
 
     Args:
         folder, which: the workdir and its checkpoint, as in `checkpoint.load_model`.
-        source: new data in a format that the dataset's class reads; "-" for standard input.
+        source: as `new` of `predict_new`.
         out: the new folder.
     """
     files.check_new(out)
-    config, vocabulary, params, step = checkpoint.load_model(folder, which)
-    if not isinstance(config, FinetuneConfig):
-        raise UserError(f"{folder} is not a fine-tuning run: it has no task to predict")
-    dataset, logits = predict_new(config, vocabulary, params, source, folder, step)
+    dataset, logits = predict_new(OpenModel(*checkpoint.load_model(folder, which)), source, folder)
     for line in dataset.report:
         print(line, flush=True)
     with files.new_folder(out) as new_folder:
-        dataset.write("new", logits, new_folder)
+        dataset.write(NEW, logits, new_folder)
 
 
 def over_seeds(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,10 +9,9 @@ parameters, its optimizer state or its checkpoints. The losses are:
   MiniLMv2: arXiv 2012.15828, section 3).
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.config.schema import DistillConfig, ModelConfig, TrainConfig
 from bert_jax.data import rows
-from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Outputs, Params, draw_params
 from bert_jax.model.encoder import query_key_value
@@ -30,52 +28,11 @@ from bert_jax.model.layers import Dense, dense
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.masked_lm import Inputs, MaskedLM
-from bert_jax.objectives.warm_start import effective_settings
+from bert_jax.objectives.warm_start import Teacher
 
 LOGITS, HIDDEN, RELATIONS = (
     f"distillation_{name}_loss" for name in ("logits", "hidden", "relations")
 )
-
-
-class Teacher(NamedTuple):
-    """A frozen model: its config and parameters on the host."""
-
-    model: ModelConfig
-    params: Params
-
-
-def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
-    """Open the teacher of a run.
-
-    Args:
-        config: validated, with `distill.teacher`.
-        vocabulary: the student's; None to check its size only.
-    """
-    from bert_jax.convert.source import open_model  # reads checkpoints, which few runs do
-
-    source = config.distill.teacher
-    teacher, teacher_vocabulary, params, _ = open_model(source, "best")
-    if vocabulary is None:
-        is_same = len(teacher_vocabulary) == config.model.vocab_size
-    else:
-        # Not the other files of a tokenizer, which differ between versions of transformers.
-        theirs, ours = (
-            (v.sha256, effective_settings(v.settings)) for v in (teacher_vocabulary, vocabulary)
-        )
-        is_same = theirs == ours
-    if not is_same:
-        raise UserError(
-            f"the teacher {source} has another vocabulary than the student: prepare rows with its "
-            "vocab.txt, or choose another teacher"
-        )
-    model = dataclasses.replace(
-        teacher.model,
-        dtype=config.model.dtype,
-        layer_loop=config.model.layer_loop,
-        attention="xla",
-        remat="none",
-    )
-    return Teacher(model, jax.device_get(params))
 
 
 def with_teacher(params: Params, teacher: Params | None) -> Params:

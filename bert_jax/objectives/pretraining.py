@@ -184,6 +184,13 @@ def abstract_phases(
     return config, phases
 
 
+def _open_teacher(config: Config, vocabulary: Vocabulary | None) -> warm_start.Teacher:
+    """Open the teacher, and set the size of the projection that it needs in the config."""
+    teacher = warm_start.open_teacher(config, vocabulary)
+    config.model.teacher_hidden = distillation.teacher_hidden(config, teacher)
+    return teacher
+
+
 def _phase(
     config: Config,
     i: int,
@@ -192,7 +199,7 @@ def _phase(
     mask_id: int,
     continuation: np.ndarray,
     objective: Callable[..., Objective] | None = None,
-    teacher: distillation.Teacher | None = None,
+    teacher: warm_start.Teacher | None = None,
 ) -> Phase:
     """Return phase i with an implementation of attention, without batches."""
     config = dataclasses.replace(

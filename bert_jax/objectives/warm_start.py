@@ -1,13 +1,13 @@
 """What a run starts from: the model of a checkpoint, and those of its parameters that fit.
 
 A run has the checkpoint's architecture, vocabulary and positions, and takes from its config how it
-trains. Of the checkpoint's parameters it takes those that its own model has.
+trains. Of the checkpoint's parameters it takes those that its own model has: `open_start` for
+pretraining, `open_init`, `with_head` and `select_params` for fine-tuning, `open_teacher` for a teacher.
 """
 
 import copy
 import dataclasses
 import hashlib
-import shlex
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -16,12 +16,16 @@ import numpy as np
 from jaxtyping import Float
 
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import Config, LoraConfig, ModelConfig, with_fields
-from bert_jax.config.schema import flatten as flatten_config
-from bert_jax.data import rows
+from bert_jax.config.schema import Config, EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
+from bert_jax.convert.families import FAMILIES
+from bert_jax.convert.source import OpenModel, open_model
+from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import change_vocabulary
+from bert_jax.objectives.same_vocabulary import check_vocabulary, effective_settings
+from bert_jax.tasks.base import FinetuneDataset
 
 # Model fields that belong to the run rather than the checkpoint. They are always taken from the
 # config: dropout must be possible on a model pretrained without it, and the modules between encoder
@@ -56,6 +60,8 @@ _PRETRAINING_FIELDS = (
 # Fields of a masked-LM head, which come with it.
 _MASKED_LM_FIELDS = ("transform", "tied_decoder", "decoder_bias")
 _POSITIONS = "embeddings/position/embedding"
+# Value of `init` for random weights instead of a checkpoint.
+SCRATCH = "none"
 
 
 class Start(NamedTuple):
@@ -139,8 +145,6 @@ def open_start(
     Returns:
         The config with the source's architecture and vocabulary size, and the parameters.
     """
-    from bert_jax.convert.source import open_model  # reads checkpoints, which few runs do
-
     source_config, vocabulary, loaded, step = open_model(init, which)
     source, requested = source_config.model, config.model
     is_set = is_changed(requested) if keys is None else lambda name: f"model.{name}" in keys
@@ -224,10 +228,9 @@ def extend_positions(
     count = len(table)
     if how == "copied":
         return table[np.arange(positions) % count]
-    index = np.linspace(0, count - 1, positions)
-    below = index.astype(int)
-    weight = (index - below)[:, None].astype(table.dtype)
-    return table[below] * (1 - weight) + table[np.minimum(below + 1, count - 1)] * weight
+    at = np.linspace(0, count - 1, positions)
+    columns = [np.interp(at, np.arange(count), column) for column in table.T]
+    return np.stack(columns, 1).astype(table.dtype)
 
 
 def _size(model: ModelConfig) -> str:
@@ -241,60 +244,223 @@ def _modules(paths: Iterable[str], others: Iterable[str] = ()) -> list[str]:
     return sorted({module if top in divided else top for top, module in tops})
 
 
-def check_vocabulary(where: str, folder: str, vocabulary: Any, init: str) -> None:
-    """Refuse rows that were prepared with another vocabulary, or with other settings of it.
+# --- Distillation ---
+
+
+class Teacher(NamedTuple):
+    """A frozen model: its config and parameters on the host."""
+
+    model: ModelConfig
+    params: Params
+
+
+def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
+    """Open the teacher of a run.
 
     Args:
-        where: what an error begins with.
-        folder: folder of the rows.
-        vocabulary: vocabulary of the model.
-        init: the model.
+        config: validated, with `distill.teacher`.
+        vocabulary: the student's; None to check its size only.
     """
-    manifest = rows.read_manifest(folder)
-    settings = vocabulary.settings
-    prepared = {name: manifest.settings.get(name) for name in settings}
-    if manifest.vocab_sha256 != vocabulary.sha256:
-        problem = "another vocabulary than that"
-    elif effective_settings(prepared) != effective_settings(settings):
-        problem = "other settings of the vocabulary than those"
+    source = config.distill.teacher
+    teacher, teacher_vocabulary, params, _ = open_model(source, "best")
+    if vocabulary is None:
+        is_same = len(teacher_vocabulary) == config.model.vocab_size
     else:
-        return
-    raise UserError(
-        f"{where} was prepared with {problem} of {init}: prepare the text again, and pass the "
-        f"new --rows: {_prepare_command(manifest, folder, init)}"
+        # Not the other files of a tokenizer, which differ between versions of transformers.
+        theirs, ours = (
+            (v.sha256, effective_settings(v.settings)) for v in (teacher_vocabulary, vocabulary)
+        )
+        is_same = theirs == ours
+    if not is_same:
+        raise UserError(
+            f"the teacher {source} has another vocabulary than the student: prepare rows with its "
+            "vocab.txt, or choose another teacher"
+        )
+    model = dataclasses.replace(
+        teacher.model,
+        dtype=config.model.dtype,
+        layer_loop=config.model.layer_loop,
+        attention="xla",
+        remat="none",
+        teacher_hidden=0,  # the projection to a teacher of its own
     )
+    return Teacher(model, jax.device_get(params))
 
 
-def effective_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with `strip_accents` resolved, which None leaves to `lowercase`."""
-    if settings.get("strip_accents", "") is None:
-        return {**settings, "strip_accents": settings["lowercase"]}
-    return settings
+# --- Fine-tuning ---
 
 
-# Settings of rows that are arguments of `bert-jax prepare`, with its defaults.
-_PREPARE = {
-    "tokens": 128,
-    "sequences": 1,
-    "pairs": "nsp",
-    "passes": 1,
-    "seed": 0,
-    "heldout_fraction": 0.01,
-    "short_fraction": 0.1,
-    "language": "en",
-}
+def open_init(
+    config: FinetuneConfig, init: str, which: str = "best", vocab: str = ""
+) -> tuple[FinetuneConfig, OpenModel]:
+    """Open the model that a fine-tuning run starts from.
+
+    Args:
+        config: validated config of the run.
+        init: a source of `open_model`, or `SCRATCH`.
+        which: which checkpoint to start from if `init` is a run.
+        vocab: folder of the vocabulary, for `SCRATCH`.
+
+    Returns:
+        The config, with the vocabulary's size; the model, with parameters on the host, and without
+        any for `SCRATCH`.
+    """
+    if init != SCRATCH:
+        if vocab:
+            raise UserError(
+                f"--vocab {vocab} is only for --init none: {init} has its own vocabulary; remove it"
+            )
+        start = open_model(init, which)
+        return config, start._replace(params=jax.device_get(start.params))
+    if not vocab:
+        raise UserError("--init none needs a vocabulary: add --vocab DIR")
+    for key, value in (("reset_layers", config.reset_layers), ("lora.rank", config.lora.rank)):
+        if value:
+            raise UserError(
+                f"config.{key} is {value}: it must be 0 with --init none, which trains a random encoder"
+            )
+    vocabulary = vocabularies.load(vocab)
+    vocabularies.check_segments(vocabulary, config.model.segments)
+    model = dataclasses.replace(config.model, vocab_size=len(vocabulary))
+    config = dataclasses.replace(config, model=model)
+    return config, OpenModel(config, vocabulary, {}, 0)
 
 
-def _prepare_command(manifest: rows.Manifest, folder: str, init: str) -> str:
-    """Return the command that prepares rows again, with the vocabulary of a source."""
-    name = init.rstrip("/").rpartition("/")[2]
-    settings = manifest.settings
-    options = [
-        part
-        for key, default in _PREPARE.items()
-        if settings.get(key, default) != default
-        for part in (f"--{key.replace('_', '-')}", str(settings[key]))
-    ]
-    out = f"{folder.rstrip('/')}-{name}"
-    sources = settings.get("sources", [])
-    return shlex.join(["bert-jax", "prepare", "--vocab", init, "--out", out, *options, *sources])
+def with_head(
+    config: FinetuneConfig, start: OpenModel, dataset: FinetuneDataset, keys: Collection[str] = ()
+) -> FinetuneConfig:
+    """Return the config of a run from `start` on a dataset, with all that follows from these.
+
+    Args:
+        config, start: what `open_init` returns.
+        dataset: the data.
+        keys: keys of the config that the user has set one by one. Settings of the checkpoint replace
+            others that are at their defaults.
+    """
+    model = model_config(config, start.config.model if start.params else None, dataset, keys)
+    config = dataclasses.replace(config, model=model)
+    if config.task.kind == "classification":  # a task of GLUE has its own
+        config.task = dataclasses.replace(config.task, objective=dataset.objective)
+    if config.task.kind == "pairs":
+        config.embed = embed_config(config, start.config.embed, keys)
+    return config
+
+
+def embed_config(
+    config: FinetuneConfig, start: EmbedConfig, keys: Collection[str] = ()
+) -> EmbedConfig:
+    """Return how a sentence encoder pools: settings at their defaults are the checkpoint's.
+
+    Longer texts are truncated as in training unless the checkpoint has a maximum of its own. Its prompt
+    and dimensions are not inherited: training has neither. `keys` are those of `with_head`, which count
+    even at their defaults.
+    """
+    default = EmbedConfig()
+    inherited = {
+        field.name: getattr(start, field.name)
+        for field in dataclasses.fields(EmbedConfig)
+        if field.name not in ("prompt", "include_prompt", "truncate_dim")
+        and getattr(config.embed, field.name) == getattr(default, field.name)
+        and f"embed.{field.name}" not in keys
+    }
+    embed = dataclasses.replace(config.embed, **inherited)
+    return dataclasses.replace(embed, tokens=embed.tokens or config.task.tokens)
+
+
+def model_config(
+    config: FinetuneConfig,
+    start: ModelConfig | None,
+    dataset: FinetuneDataset,
+    keys: Collection[str] = (),
+) -> ModelConfig:
+    """Return the model to fine-tune: the checkpoint's or config's encoder with the dataset's head.
+
+    Args:
+        config: the config.
+        start: the checkpoint's model; None for random weights.
+        dataset: the data.
+        keys: as in `with_head`.
+    """
+    changed, default = is_changed(config.model), ModelConfig().pooler_activation
+
+    def is_set(name: str) -> bool:
+        return changed(name) or f"model.{name}" in keys
+
+    has_new_pooler = start is not None and not start.has_pooler
+    # Settings of the head are the config's if it sets them, else the checkpoint's.
+    head_fields = ["head_layer", "head_pooling", *["pooler_activation"] * has_new_pooler]
+    model = inherit(
+        config.model,
+        start or config.model,
+        is_set=is_set,
+        free=[name for name in head_fields if is_set(name)],
+        advice="train with --init none",
+    )
+    model = dataclasses.replace(
+        model,
+        masked_lm=False,
+        next_sentence=False,
+        span_boundary=False,
+        teacher_hidden=0,
+        replaced_token=False,
+        generator_hidden=0,
+        pooler=False,
+        head=dataset.head,
+        labels=tuple(dataset.labels),
+        problem_type="",
+        lora=config.lora,
+    )
+    is_default = model.pooler_activation == default and not is_set("pooler_activation")
+    if model.has_pooler and has_new_pooler and is_default:
+        # Pretraining had no use for the setting; an export needs the family's.
+        fixed = FAMILIES[model.family].fixed
+        model.pooler_activation = fixed.get("pooler_activation", default)
+    return model
+
+
+def select_params(
+    config: FinetuneConfig, start: ModelConfig, params: Params
+) -> tuple[Params, list[str]]:
+    """Select the checkpoint parameters to start from: encoder and pooler, without heads.
+
+    Args:
+        config: with the model to fine-tune.
+        start: the checkpoint's model.
+        params: the checkpoint's parameters; empty for a random model.
+
+    Returns:
+        A subset of the parameters, and the names of the modules that are initialized randomly.
+    """
+    if not params:
+        return {}, ["everything"]
+    model = config.model
+    new_transform = model.has_head_transform and not start.has_head_transform
+    if (
+        new_transform
+        and start.masked_lm
+        and start.transform
+        and start.embedding_width == model.hidden
+    ):
+        # As in transformers, where both layers have the same name.
+        params = params | {"head": {k: params["masked_lm"][k] for k in ("transform", "norm")}}
+        new_transform = False
+    parts = {
+        "classifier": model.head,
+        "pooler": model.has_pooler and not start.has_pooler,
+        "head": new_transform,
+        "features": model.features.startswith("weighted-"),
+        "lstm": model.lstm_layers,
+        "adapters": model.lora.rank,
+        "teacher_projection": model.teacher_hidden,
+    }
+    new = [f"encoder/layer_{i}" for i in range(model.layers - config.reset_layers, model.layers)]
+    new += [name for name, is_new in parts.items() if is_new]
+    kept_parts = ["embeddings/", "encoder/"]
+    kept_parts += ["pooler/"] * model.has_pooler + ["head/"] * model.has_head_transform
+    selected = {
+        path: value
+        for path, value in flatten(params).items()
+        if path.startswith(tuple(kept_parts))
+        and not path.startswith(tuple(f"{name}/" for name in new))
+    }
+    return unflatten(selected), new

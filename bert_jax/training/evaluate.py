@@ -13,8 +13,9 @@ from bert_jax.config.schema import Config, DistillConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
-from bert_jax.objectives import pretraining, warm_start
+from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
+from bert_jax.objectives.same_vocabulary import check_vocabulary
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import distributed, sharding
 
@@ -95,7 +96,7 @@ def evaluate_workdir(
     if not (rows or phase_config.rows):
         raise UserError(f"{folder} was trained on no rows: add --rows DIR")
     if rows:
-        warm_start.check_vocabulary(rows, rows, vocabulary, str(folder))
+        check_vocabulary(rows, rows, vocabulary, str(folder))
         phase_config = dataclasses.replace(phase_config, rows=rows, tokens=0)
     num_rows = 0 if every_row else config.evaluate_rows  # 0 means all
     config = dataclasses.replace(

@@ -85,7 +85,7 @@ def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
     config = flags.load(arguments, FinetuneConfig)
     source, vocabulary, _, _ = open_model(str(data.recipes.minilm()))
     dataset = load_dataset(config.task, vocabulary)
-    config.model = finetuning.model_config(config, source.model, dataset)
+    config.model = warm_start.model_config(config, source.model, dataset)
     return config, dataset
 
 
