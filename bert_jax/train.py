@@ -21,7 +21,7 @@ import jax
 
 from bert_jax import storage
 from bert_jax.config.schema import FinetuneConfig, TrainConfig
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, with_user_paths
 from bert_jax.inference.fill_mask import MaskProbe
 from bert_jax.inference.predict import METRICS, evaluate_run, over_seeds

@@ -27,7 +27,7 @@ from bert_jax.config.schema import Config, ModelConfig, PhaseConfig, with_fields
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import huggingface, source, tensorflow1, weights
 from bert_jax.convert.export import export
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.objectives import warm_start
 from bert_jax.runs import checkpoint

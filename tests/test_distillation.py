@@ -12,7 +12,7 @@ from bert_jax.config import flags
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, DistillConfig, MaskingConfig, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary_files
 from bert_jax.data.rows import Layout, RowFormat, layout
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -227,10 +227,10 @@ def test_tokenizer_of_the_teacher_may_be_saved_again(monkeypatch):
 
     def open_teacher(tokenizer=b"{}", settings=b"{}"):
         files = (("tokenizer.json", tokenizer), ("tokenizer_config.json", settings))
-        teacher = config, TokenizerVocabulary(tokens, False, files=files), {}, 0
+        teacher = config, Vocabulary(tokens, False, files=files), {}, 0
         monkeypatch.setattr(warm_start, "open_model", lambda *_: teacher)
         files = (("tokenizer.json", b"{}"), ("tokenizer_config.json", b"{}"))
-        warm_start.open_teacher(config, TokenizerVocabulary(tokens, False, files=files))
+        warm_start.open_teacher(config, Vocabulary(tokens, False, files=files))
 
     open_teacher(settings=b'{"version": "5"}')
     for change in ({"tokenizer": b'{"added": 1}'}, {"settings": b'{"mask_token": "a"}'}):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import operator
 from functools import partial
 
 import jax
@@ -307,7 +306,7 @@ def test_head_transform_is_initialized_from_the_masked_lm():
     params = random_params(start)
     transform = ModelConfig(head_layer="transform", head_pooling="mean")
     model = warm_start.model_config(FinetuneConfig(model=transform), start, SEQUENCE)
-    assert (model.head_layer, model.head_pooling) == ("transform", "mean")
+    assert (model.head.layer, model.head.pooling) == ("transform", "mean")
     taken, new = warm_start.select_params(FinetuneConfig(model=model), start, params)
     assert new == ["classifier"]
     assert taken["head"] == {name: params["masked_lm"][name] for name in ("transform", "norm")}
@@ -333,7 +332,10 @@ def test_modules_above_the_encoder_are_reinitialized():
     start = model_config(SEQUENCE, lstm_layers=2, features="weighted-all")
     asked = FinetuneConfig(model=ModelConfig(lstm_layers=1))
     model = warm_start.model_config(asked, start, SEQUENCE)
-    assert (model.lstm_layers, model.features) == (1, "")  # from the config, not the checkpoint
+    assert (model.head.lstm_layers, model.head.features) == (
+        1,
+        "",
+    )  # from the config, not the checkpoint
     for changes, new in (
         (
             {"head.lstm_layers": 2, "head.features": "weighted-all"},

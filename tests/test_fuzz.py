@@ -30,7 +30,7 @@ from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import huggingface, pytorch, source, weights
 from bert_jax.convert.tokenizer import tokenizer_files
-from bert_jax.data import corpus, tables, texts, wordpiece
+from bert_jax.data import corpus, tables, texts, vocabulary_files
 from bert_jax.data.loader import RowDataset
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.sentences import split_sentences

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from bert_jax.config.schema import FinetuneConfig, TaskConfig
 from bert_jax.convert.source import OpenModel
-from bert_jax.data import wordpiece
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data import vocabulary_files
+from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict
 from bert_jax.storage import copies

@@ -468,7 +468,8 @@ def test_manifest_of_deleted_rows_is_forgotten(url):
 def test_rows_replace_rows_only(url):
     """A bucket may hold anything in addition to the rows."""
     line = "The river runs past the mill and it turns the wheel of it."
-    storage.write(f"{url}/text/a.txt", f"{line}\nOne.\n\n{line}\nTwo.\n".encode())
+    content = f"{line}\nOne.\n\n{line}".encode() + b"\xff\nTwo.\n"
+    storage.write(f"{url}/text/a.txt", content)
     others = ("runs/base/checkpoints/3/params/x", "rows128/manifest.json", "a.model")
     old = ("train-00000-of-00002.arrayrecord", "tokenizer.json", "merges.txt")
     for name in (*others, *old):
@@ -479,7 +480,7 @@ def test_rows_replace_rows_only(url):
     new = {*shards, "manifest.json", "vocab.txt", "vocab.json"}
     assert {*storage.listing(url)} == {"text/a.txt", *others, *new}
     where = [warning.split(" ")[0] for warning in manifest.warnings]
-    assert where[:2] == [f"{url}/text/a.txt:4:", f"{url}/text/a.txt:"]
+    assert where[:2] == [f"{url}/text/a.txt:4", f"{url}/text/a.txt:"]
 
 
 def test_local_copy_of_a_run_has_no_checkpoints(url):

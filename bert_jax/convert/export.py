@@ -13,12 +13,19 @@ import numpy as np
 
 from bert_jax import storage
 from bert_jax.config import schema as config_lib
-from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
+from bert_jax.config.schema import (
+    ElectraConfig,
+    EmbedConfig,
+    FinetuneConfig,
+    ModelConfig,
+    TrainConfig,
+    with_fields,
+)
 from bert_jax.convert import huggingface, sentence_encoder, weights
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
 from bert_jax.convert.tokenizer import tokenizer_files
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes, split_generator
 from bert_jax.model.flops import parameter_count

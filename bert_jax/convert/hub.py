@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping
 
 from bert_jax.convert import sentence_encoder, weights
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.runtime.progress import Progress
 

@@ -12,7 +12,7 @@ import numpy as np
 from bert_jax.config.schema import HEADS, ModelConfig, with_fields
 from bert_jax.config.schema import flatten as flatten_config
 from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, shorten
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import VOCABULARY_AXES, padded_vocab_size

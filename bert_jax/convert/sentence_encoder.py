@@ -15,8 +15,8 @@ from bert_jax.convert.weights import (
     read_bytes,
     read_json,
 )
-from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data import vocabulary_files as vocabularies
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 

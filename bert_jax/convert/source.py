@@ -22,11 +22,9 @@ from bert_jax.config.schema import Config, ModelConfig, TrainConfig
 from bert_jax.convert import hub, huggingface, sentence_encoder, tensorflow1, tokenizer, weights
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.sentence_encoder import transformer_folder
-from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.compressed import SETTINGS_BYTES
-from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import SETTINGS, VOCAB, Vocabulary
 from bert_jax.errors import Attempts, UserError, shorten
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
@@ -94,7 +92,7 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
     """
     path = pathlib.Path(source).expanduser()
     if storage.is_remote(source) and path.suffix != ".txt":
-        path = storage.local(source, (*hub.BESIDE_WEIGHTS, wordpiece.SETTINGS))
+        path = storage.local(source, (*hub.BESIDE_WEIGHTS, SETTINGS))
     is_run, is_model = workdir.holds_run(path), _is_source(source) and path.suffix != ".txt"
     if path.is_dir():
         is_model = (transformer_folder(path) / "config.json").is_file()
@@ -202,7 +200,7 @@ def read(
         table = params["embeddings"]["segment"]
         table["embedding"] = table["embedding"][:1]
     weight_sums = {file.name: files.sha256(file) for file in used}
-    is_listed = vocabulary_file is not None and vocabulary_file.name == wordpiece.VOCAB
+    is_listed = vocabulary_file is not None and vocabulary_file.name == VOCAB
     about = {
         "source": name,
         "format": "Google, TensorFlow 1" if prefix else "Hugging Face",

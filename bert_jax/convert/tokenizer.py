@@ -7,10 +7,8 @@ from typing import Any
 
 from bert_jax.convert.sentence_encoder import lowercases_texts, transformer_folder
 from bert_jax.convert.weights import MALFORMED, first_file, one_line, read_bytes, read_json
-from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data import wordpiece
-from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.data.wordpiece import SPECIAL, VOCAB, Vocabulary
+from bert_jax.data import vocabulary_files as vocabularies
+from bert_jax.data.vocabulary import SPECIAL, VOCAB, Vocabulary
 from bert_jax.errors import UserError, shorten
 
 SETTINGS = "tokenizer_config.json"
@@ -58,7 +56,7 @@ def with_case(vocabulary: Vocabulary, lowercase: bool | None) -> Vocabulary:
     """Return a vocabulary with another case; None changes nothing."""
     if lowercase is None:
         return vocabulary
-    if isinstance(vocabulary, TokenizerVocabulary):
+    if not vocabulary.is_wordpiece:
         raise UserError("its case is part of the tokenizer; remove --cased or --uncased")
     return dataclasses.replace(vocabulary, lowercase=lowercase)
 
@@ -67,7 +65,7 @@ def resized(vocabulary: Vocabulary, size: int, may_pad: bool) -> Vocabulary:
     """Return the vocabulary for embeddings of `size` rows, of which the last may have no tokens."""
     missing = size - len(vocabulary)
     if missing > 0 and may_pad:
-        if isinstance(vocabulary, TokenizerVocabulary):
+        if not vocabulary.is_wordpiece:
             return vocabulary.resized(size)
         rest = tuple(f"[row{i}]" for i in range(len(vocabulary), size))
         return dataclasses.replace(vocabulary, tokens=vocabulary.tokens + rest)
@@ -82,18 +80,18 @@ def resized(vocabulary: Vocabulary, size: int, may_pad: bool) -> Vocabulary:
 def _wordpiece(folder: Traversable, without_added: bool) -> tuple[Vocabulary, Traversable]:
     """Return the vocabulary of BERT's tokenizer, and the file it was read from."""
     listed, file = (folder / name for name in (VOCAB, vocabularies.TOKENIZER))
-    tokens = wordpiece.parse(read_bytes(listed), VOCAB) if listed.is_file() else ()
+    tokens = vocabularies.parse(read_bytes(listed), VOCAB) if listed.is_file() else ()
     if file.is_file():
         try:
             vocabulary, added = vocabularies.read_wordpiece(read_bytes(file).decode())
         except MALFORMED as error:
             raise UserError(f"{file.name} is not BERT's: {one_line(error)}") from None
-        if wordpiece.parse(vocabulary.to_bytes(), file.name) != vocabulary.tokens:
+        if vocabularies.parse(vocabulary.to_bytes(), file.name) != vocabulary.tokens:
             raise UserError(f"{file.name} has a token that contains a line break")
         if vocabulary.tokens[: len(tokens)] != tokens:
             raise UserError(f"{VOCAB} and {file.name} contain different vocabularies: remove one")
     elif tokens:
-        vocabulary, file = Vocabulary(tokens, wordpiece.looks_lowercase(tokens)), listed
+        vocabulary, file = Vocabulary(tokens, vocabularies.looks_lowercase(tokens)), listed
         ids = read_json(first_file(folder, ["added_tokens.json"]))
         added = sorted((t for t in ids if t not in SPECIAL), key=lambda t: str(ids[t]))
     else:
@@ -144,13 +142,13 @@ def tokenizer_files(
     """Return the files of the tokenizer by name: vocab.txt, tokenizer.json and its settings.
 
     Args:
-        vocabulary: the vocabulary; the files of a `TokenizerVocabulary` stay as they are.
+        vocabulary: the vocabulary; those of another tokenizer than WordPiece stay as they are.
         tokens: maximum length of a sequence.
         segments: whether the model has different embeddings for the two texts of a pair.
     """
     from tokenizers import processors
 
-    if isinstance(vocabulary, TokenizerVocabulary):
+    if not vocabulary.is_wordpiece:
         return dict(vocabulary.files)
     tokenizer = vocabulary.tokenizer()
     tokenizer.add_special_tokens(list(SPECIAL))

@@ -247,8 +247,11 @@ class Vocabulary:
 
     @functools.cached_property
     def _mask_tokenizer(self) -> "tokenizers.Tokenizer":
-        tokenizer = type(self._tokenizer).from_str(self._tokenizer.to_str())
-        tokenizer.add_special_tokens([self.special[4]])
+        tokenizer = self.tokenizer()
+        tokenizer.encode_special_tokens = False
+        if self.is_wordpiece:
+            tokenizer.post_processor = self._tokenizer.post_processor
+            tokenizer.add_special_tokens([_MASK])
         return tokenizer
 
     def encode(self, text_a: str, text_b: str | None = None, *, mask: bool = False) -> list[int]:

@@ -237,7 +237,8 @@ def _byte_level(contents: Mapping[str, bytes]) -> bytes:
     pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     settings = json.loads(contents.get(CONFIG, b"{}"))
     add_space = bool(settings.get("add_prefix_space", False))
-    tokenizer = implementations.ByteLevelBPETokenizer(ids, [(a, b) for a, b in pairs], add_space)
+    pairs = [(a, b) for a, b in pairs]
+    tokenizer = implementations.ByteLevelBPETokenizer(ids, pairs, add_space)  # pyright: ignore
     tokenizer.post_processor = processors.RobertaProcessing(
         ("</s>", ids["</s>"]), ("<s>", ids["<s>"]), add_prefix_space=add_space
     )

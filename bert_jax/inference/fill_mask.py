@@ -71,11 +71,13 @@ class MaskFiller:
                 "cannot fill in masks"
             )
         model = Bert(self.config.model)
-        self._apply = jax.jit(
-            lambda params, *inputs: (
-                model.apply({"params": params}, *inputs, outputs=("masked_lm",)).masked_lm
-            )
-        )
+
+        @jax.jit
+        def logits(params, *inputs):
+            outputs: Any = model.apply({"params": params}, *inputs, outputs=("masked_lm",))
+            return outputs.masked_lm
+
+        self._apply = logits
 
     def __call__(self, text: str, top: int = 5) -> list[list[Candidate]]:
         """Return the `top` candidates for each `[MASK]` of the text, in order."""
@@ -135,9 +137,10 @@ class MaskProbe:
         bert = Bert(dataclasses.replace(model, attention="xla"))
 
         def candidates(params: Params, tokens, layout, positions):
-            args = (tokens, layout, positions)
-            logits = bert.apply({"params": params}, *args, outputs=("masked_lm",)).masked_lm
-            return jax.lax.top_k(jax.nn.softmax(logits), min(5, len(vocabulary)))
+            outputs: Any = bert.apply(
+                {"params": params}, tokens, layout, positions, outputs=("masked_lm",)
+            )
+            return jax.lax.top_k(jax.nn.softmax(outputs.masked_lm), min(5, len(vocabulary)))
 
         replicated = sharding.replicated(mesh)
         self._candidates = jax.jit(

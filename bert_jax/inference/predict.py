@@ -138,7 +138,7 @@ def predict_new(
         raise UserError(
             f"{folder} is not a fine-tuning run: it has no head that predicts from texts"
         )
-    dataset = load_dataset(config.task, vocabulary, config.model.labels, new=new)
+    dataset = load_dataset(config.task, vocabulary, config.model.head.labels, new=new)
     if config.task.kind == "squad":
         dataset = dataset.tuned(read_metrics(folder, step).get("dev", {}))
     return dataset, predict(config, params, dataset, NEW)

@@ -1,7 +1,7 @@
 """Log-probabilities of sentences and of their word pieces."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,10 @@ class SentenceScorer:
 
         @jax.jit
         def log_probabilities(params, tokens, layout, positions, targets):
-            args = (tokens, layout, positions)
-            logits = model.apply({"params": params}, *args, outputs=("masked_lm",)).masked_lm
+            outputs: Any = model.apply(
+                {"params": params}, tokens, layout, positions, outputs=("masked_lm",)
+            )
+            logits = outputs.masked_lm
             return label_logits(logits, targets) - jax.nn.logsumexp(logits, -1)
 
         self._log_probabilities = log_probabilities

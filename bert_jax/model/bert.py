@@ -184,16 +184,16 @@ def _init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     ones = jnp.ones((1, 1), jnp.int32)
 
     def init(config: ModelConfig) -> Params:
-        return Bert(config).init(key, ones, layout(ones, ones, 1))["params"]
+        return dict(Bert(config).init(key, ones, layout(ones, ones, 1))["params"])
 
-    params = dict(init(config))
+    params = init(config)
     if config.span_boundary:
         hidden = jnp.zeros((1, 1, config.hidden), config.dtype)
         table = jnp.zeros((padded_vocab_size(config), config.hidden))
         boundary = SpanBoundary(config).init(key, hidden, hidden, ones, table)
         params["span_boundary"] = boundary["params"]
     if config.electra.generator_hidden:
-        generator = dict(init(config.generator()))
+        generator = init(config.generator())
         embeddings = generator.pop("embeddings")
         params["generator"] = generator | {k: embeddings[k] for k in embeddings if k == "project"}
     return draw_params(config, params, key)

@@ -237,11 +237,12 @@ class Normal(struct.PyTreeNode, nn.meta.AxisMetadata):
         """Return a box with another value."""
         return self.replace(value=val)
 
-    def add_axis(self, index: int, params: Any) -> "Normal":
-        """Return the box unchanged."""
+    def add_axis(self, index: int, params: Any) -> Any:
+        """Return the box unchanged, as `remove_axis` does; no transformation adds axes here."""
         return self
 
-    remove_axis = add_axis
+    def remove_axis(self, index: int, params: Any) -> Any:
+        return self
 
 
 def normal(num_axes: int = 1) -> Callable[..., Normal]:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.data.examples import NO_EXAMPLE
-from bert_jax.model.bert import Bert, Params, pool_tokens
+from bert_jax.model.bert import Params, pool_tokens
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
 from bert_jax.tasks.pairs import Pairs

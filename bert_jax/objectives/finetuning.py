@@ -13,13 +13,12 @@ from bert_jax.config import schema as config_lib
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig
 from bert_jax.data.examples import FIRST_STEPS, Examples, PackedBatches
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, shorten
 from bert_jax.model import attention
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
 from bert_jax.objectives.contrastive import Contrastive
-from bert_jax.objectives.distillation import teacher_hidden
 from bert_jax.objectives.multiple_choice import MultipleChoice
 from bert_jax.objectives.span import Span
 from bert_jax.objectives.supervised import Supervised

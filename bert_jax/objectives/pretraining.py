@@ -93,7 +93,7 @@ def make_phases(
                 vocabulary = vocabulary.resized(manifest.vocab_size)
         config.model.vocab_size = manifest.vocab_size
         if config.distill.teacher and teacher is None:
-            teacher = distillation.open_teacher(config, vocabulary)
+            teacher = warm_start.open_teacher(config, vocabulary)
         data.append(_rows_to_dict(manifest))
         if teacher:
             data[-1]["teacher"] = warm_start.params_digest(teacher.params)
@@ -172,7 +172,7 @@ def abstract_phases(
                 f"phase {i} has neither rows nor tokens: set --config.phases[{i}].tokens=128"
             )
     config.model.vocab_size = config.model.vocab_size or (vocab_sizes or [DEFAULT_VOCAB_SIZE])[0]
-    teacher = distillation.open_teacher(config, None) if config.distill.teacher else None
+    teacher = warm_start.open_teacher(config, None) if config.distill.teacher else None
     vocab_size, phases = config.model.vocab_size, []
     for i in range(len(config.phases)):
         default_format = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
@@ -182,13 +182,6 @@ def abstract_phases(
         name = implementation(row_format.tokens) if implementation else config.model.attention
         phases.append(_phase(config, i, row_format, name, 0, continuation, None, teacher))
     return config, phases
-
-
-def _open_teacher(config: Config, vocabulary: Vocabulary | None) -> warm_start.Teacher:
-    """Open the teacher, and set the size of the projection that it needs in the config."""
-    teacher = warm_start.open_teacher(config, vocabulary)
-    config.model.teacher_hidden = distillation.teacher_hidden(config, teacher)
-    return teacher
 
 
 def _phase(

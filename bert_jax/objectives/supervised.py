@@ -162,26 +162,14 @@ class Supervised(Objective):
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
     ) -> tuple[Any, dict[str, WeightedSum]]:
         """Return the logits, and the losses against the teacher."""
-        args, weights, terms = (inputs.tokens, inputs.layout), self.loss_weights(inputs), {}
-        logits: Any
-        teacher_logits: Any
-        if self._states.names:
-            student_layer, teacher_layer = self._states.layers
-            student: Any = self.model.apply(
-                {"params": params}, *args, None, key, student_layer, method=Bert.for_distillation
-            )
-            teacher: Any = self._teacher_model.apply(
-                {"params": params["teacher"]}, *args, None, None, teacher_layer,
-                method=Bert.for_distillation,
-            )  # fmt: skip
-            logits, teacher_logits = student[0], teacher[0]
-            is_real = rows.is_real(inputs.layout)
-            terms |= self._states(student[1:], teacher[1:], inputs.layout.segment_ids, is_real)
-        else:
-            logits = self._logits(params, inputs, key)
-            teacher_logits = self._teacher_model.apply(
-                {"params": params["teacher"]}, *args, None, method=Bert.classify
-            )
+        args, weights = (inputs.tokens, inputs.layout), self.loss_weights(inputs)
+        names = ("head", *self._states.outputs)
+        student: Any = self.model.apply({"params": params}, *args, key=key, outputs=names)
+        teacher: Any = self._teacher_model.apply(
+            {"params": params["teacher"]}, *args, outputs=names
+        )
+        logits, teacher_logits = student.head, teacher.head
+        terms = self._states(params, student, teacher, inputs.layout)
         if self.dataset.objective == "number":
             error = (logits[..., 0] - teacher_logits[..., 0]) ** 2
             terms[LOGITS] = (jnp.sum(error * weights), jnp.sum(weights))

@@ -16,11 +16,21 @@ import numpy as np
 from jaxtyping import Float
 
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import Config, EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
+from bert_jax.config.schema import (
+    Config,
+    ElectraConfig,
+    EmbedConfig,
+    FinetuneConfig,
+    LoraConfig,
+    ModelConfig,
+    TrainConfig,
+    with_fields,
+)
+from bert_jax.config.schema import flatten as flatten_config
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import OpenModel, open_model
-from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data import vocabulary_files as vocabularies
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import change_vocabulary
@@ -282,7 +292,6 @@ def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
         layer_loop=config.model.layer_loop,
         attention="xla",
         remat="none",
-        teacher_hidden=0,  # the projection to a teacher of its own
     )
     return Teacher(model, jax.device_get(params))
 
@@ -388,7 +397,7 @@ def model_config(
 
     has_new_pooler = start is not None and not start.has_pooler
     # Settings of the head are the config's if it sets them, else the checkpoint's.
-    head_fields = ["head_layer", "head_pooling", *["pooler_activation"] * has_new_pooler]
+    head_fields = ["head.layer", "head.pooling", *["pooler_activation"] * has_new_pooler]
     model = inherit(
         config.model,
         start or config.model,
@@ -401,13 +410,11 @@ def model_config(
         masked_lm=False,
         next_sentence=False,
         span_boundary=False,
-        teacher_hidden=0,
-        replaced_token=False,
-        generator_hidden=0,
+        electra=ElectraConfig(),
         pooler=False,
-        head=dataset.head,
-        labels=tuple(dataset.labels),
-        problem_type="",
+        head=dataclasses.replace(
+            model.head, kind=dataset.head, labels=tuple(dataset.labels), problem_type=""
+        ),
         lora=config.lora,
     )
     is_default = model.pooler_activation == default and not is_set("pooler_activation")
@@ -445,13 +452,12 @@ def select_params(
         params = params | {"head": {k: params["masked_lm"][k] for k in ("transform", "norm")}}
         new_transform = False
     parts = {
-        "classifier": model.head,
+        "classifier": model.head.kind,
         "pooler": model.has_pooler and not start.has_pooler,
         "head": new_transform,
-        "features": model.features.startswith("weighted-"),
-        "lstm": model.lstm_layers,
+        "features": model.head.features.startswith("weighted-"),
+        "lstm": model.head.lstm_layers,
         "adapters": model.lora.rank,
-        "teacher_projection": model.teacher_hidden,
     }
     new = [f"encoder/layer_{i}" for i in range(model.layers - config.reset_layers, model.layers)]
     new += [name for name, is_new in parts.items() if is_new]

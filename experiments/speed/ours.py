@@ -26,9 +26,9 @@ from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
 from bert_jax.data.loader import Batch, RowDataset, batches
 from bert_jax.data.prepare import prepare as prepare_rows
 from bert_jax.inference.embed import Embedder
-from bert_jax.objectives import finetuning, pretraining
+from bert_jax.objectives import finetuning, pretraining, warm_start
 from bert_jax.objectives.base import Phase
-from bert_jax.runs import checkpoint
+from bert_jax.runs import manifests
 from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.sharding import shard_batch

@@ -62,7 +62,7 @@ def preflight(
     for i, phase in enumerate(phases):
         model = dataclasses.replace(config.model, attention=implementation(phase.tokens))
         resolved = dataclasses.replace(config, model=model)  # for the formulas
-        entry = _phase(resolved, i, phase, topology, mesh, places, utilization["share"])
+        entry = _phase(resolved, i, phase, topology, mesh, places, float(utilization["share"]))
         steps, first_step = phase.end_step - first_step, phase.end_step
         entries.append({
             **entry,

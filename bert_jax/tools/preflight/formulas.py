@@ -159,9 +159,10 @@ def would_fit(
         *((remat, fsdp, 1) for fsdp in shards),
         *(("full", fsdp, part) for fsdp in (1, *shards) for part in parts),
     ):
-        other, changes = copy.deepcopy(config), {}
+        other = copy.deepcopy(config)
+        changes: dict[str, Any] = {}
         if fsdp > 1:
-            changes = {"mesh.data": -1} if other.mesh.data != -1 else {}
+            changes |= {"mesh.data": -1} if other.mesh.data != -1 else {}
             changes["mesh.fsdp"] = other.mesh.fsdp = fsdp
             other.mesh.data = -1
         if other_remat != remat:
