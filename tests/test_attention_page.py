@@ -264,7 +264,7 @@ def test_output_paths_and_invalid_out_options(theirs, tmp_path, capsys):
         with pytest.raises(UserError, match=r"\.html, \.png, \.svg or \.pdf"):
             report.paths(out)
     (tmp_path / "a.png").mkdir()
-    with pytest.raises(UserError, match="the picture"):
+    with pytest.raises(UserError, match="cannot write"):
         report.write(synthetic(3), "m", str(tmp_path / "a.html"))
     _, picture = report.write(synthetic(3), "m", str(tmp_path / "b.svg"))
     assert "<svg" in picture.read_text()

@@ -78,7 +78,9 @@ def local(
     processes = processes or (2 if job.is_distributed else 1)
     if processes > 1 and not job.is_distributed:
         raise UserError(f"--processes {processes}: {job.command[0]} runs in one process")
-    coordinator = f"127.0.0.1:{_free_port()}"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{listener.getsockname()[1]}"
 
     def environment(i: int) -> dict[str, str]:
         variables = dict(job.environment)
@@ -102,12 +104,6 @@ def local(
         retry_statuses=frozenset({EXIT_INTERRUPTED, *KILLED}),
         restarts=restarts,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def slurm(
@@ -432,12 +428,12 @@ class _Dumper(yaml.SafeDumper):
     """Writes scripts as blocks of lines, as people do."""
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = "|" if text.endswith("\n") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, "|" if text.endswith("\n") else None
+    ),
+)
 
 
 def _yaml(content: dict[str, Any]) -> str:

@@ -103,11 +103,9 @@ def run(plan: Plan) -> int:
     SIGINT and SIGTERM end it. Machines then remain, because the run on them continues.
     """
     for command in [*plan.setup, *(process.command for process in plan.processes)]:
-        if not shutil.which(command[0]):
-            advice = _INSTALL.get(command[0], "install it")
-            raise UserError(f"{command[0]} is not on the PATH: {advice}")
-        if command[0] == "bash" and not shutil.which("gcloud"):
-            raise UserError(f"gcloud is not on the PATH: {_INSTALL['gcloud']}")
+        program = "gcloud" if command[0] == "bash" else command[0]  # a script that calls it
+        if not shutil.which(program):
+            raise UserError(f"{program} is not on the PATH: {_INSTALL.get(program, 'install it')}")
     for path, content in plan.files.items():
         with files.one_line_errors(f"cannot write {path}"):
             os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -50,9 +50,8 @@ def page(title: str, body: str, script: str = "", data: Any = None) -> str:
 
 
 def write(path: pathlib.Path, content: str | bytes) -> pathlib.Path:
-    """Write a page or picture atomically, and return its path."""
-    kind = "page" if path.suffix == ".html" else "picture"
-    with files.one_line_errors(f"cannot write the {kind} {path}"):
+    """Write a page or picture atomically, with its folder, and return its path."""
+    with files.one_line_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, content)
     return path

@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from bert_jax.errors import UserError
-from bert_jax.storage import files
 from bert_jax.tools import sweep
-from bert_jax.tools.report import plots
+from bert_jax.tools.report import page, plots
 from bert_jax.tools.sweep.results import Results, current, verb
 
 Result = dict[str, Any]
@@ -310,8 +309,4 @@ def readme(folder: str | pathlib.Path) -> str:
 
 def write_readme(folder: str | pathlib.Path) -> pathlib.Path:
     """Regenerate an experiment's README, and return its path."""
-    path = pathlib.Path(folder) / "README.md"
-    text = readme(folder)
-    with files.one_line_errors(f"cannot write {path}"):
-        files.write(path, text)
-    return path
+    return page.write(pathlib.Path(folder) / "README.md", readme(folder))

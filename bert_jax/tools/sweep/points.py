@@ -160,19 +160,14 @@ def call(path: pathlib.Path, function: Callable[[], Any], name: str) -> Any:
 def module_of(path: pathlib.Path) -> Any:
     """Import a sweep file."""
     spec = importlib.util.spec_from_file_location(f"sweep_{path.parent.name}", path)
-    if spec is None or spec.loader is None:  # not the name of a Python file
+    if spec is None or not (loader := spec.loader) or not path.is_file():
         raise UserError(f"{path} is not a sweep: give a sweep.py, or the folder that contains it")
     module = importlib.util.module_from_spec(spec)
     # Modules shared by several sweeps are in the parent of their folders.
     parent = str(path.resolve().parent.parent)
     sys.path.insert(0, parent)
     try:
-        spec.loader.exec_module(module)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: give a sweep.py, or its folder") from None
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"cannot load {path}: {type(error).__name__}: {text}") from error
+        call(path, lambda: loader.exec_module(module), "import")
     finally:
         sys.path.remove(parent)
     return module
