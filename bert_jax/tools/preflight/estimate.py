@@ -119,18 +119,19 @@ def _phase(
         "batch": sharding.bytes_per_device(batch),
     }
     state_bytes = sharding.bytes_per_device((state, batch))
-    needed = None
+    # The cost of the compiled step; the bytes that it needs if it does not fit; None if not compiled.
+    outcome: StepCost | float | None = None
     if isinstance(mesh, sharding.Mesh):
-        needed = compiled_cost(config, phase, topology, mesh, state, state_bytes)
-    if is_compiled := isinstance(needed, StepCost):
-        cost = needed
+        outcome = compiled_cost(config, phase, topology, mesh, state, state_bytes)
+    if is_compiled := isinstance(outcome, StepCost):
+        cost = outcome
     else:
         sizes = tuple(mesh.shape.values())
         cost = formula_cost(config, phase, sizes, memory["parameters"], state_bytes)
-        if needed:
-            cost.memory.update(temporaries=needed - state_bytes, total=needed)
+        if outcome:
+            cost.memory.update(temporaries=outcome - state_bytes, total=outcome)
     memory |= {**cost.memory, "capacity": chip.memory_bytes}
-    fits = is_compiled or (needed is None and memory["total"] <= chip.memory_bytes)
+    fits = is_compiled or (outcome is None and memory["total"] <= chip.memory_bytes)
     sent: dict[str, dict[str, Any]] = {}
     for collective in cost.collectives:
         kind = sent.setdefault(collective.kind, {"bytes": 0.0, "times": 0, "seconds": 0.0})
@@ -152,7 +153,7 @@ def _phase(
         "batch_size": phase.batch_size,
         "accumulation": phase.accumulation,
         "method": "compiled" if is_compiled else "formula",
-        "rejected": isinstance(needed, float),
+        "rejected": isinstance(outcome, float),
         "compile_seconds": cost.compile_seconds,
         "memory": memory,
         "fits": fits,
