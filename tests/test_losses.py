@@ -53,16 +53,22 @@ def test_z_loss_is_added_to_the_pretraining_loss(causal):
     batch = {**batch, "length": batch["length"] + 12, "a_length": batch["a_length"] + 12}
     batch["tokens"] = np.arange(32).reshape(2, 16)
     objective, key = phase.objective, jax.random.key(0)
-    params = objective.init(key)
-    inputs = objective.make_inputs({k: jnp.asarray(v) for k, v in batch.items()}, key)
-    masked = inputs.masked
-    outputs = objective.model.apply(
-        {"params": params}, masked.tokens, inputs.layout, masked.positions
-    )
-    square = jnp.log(jnp.exp(outputs[0]).sum(-1)) ** 2
-    total, weight = objective.loss_terms(params, inputs, None)["z_loss"]
-    assert float(total) == pytest.approx(0.5 * float((square * masked.weights).sum()), rel=1e-5)
-    assert float(weight) == float(objective.normalizers(inputs)["z_loss"]) > 0
+
+    @jax.jit
+    def run(batch):
+        params, inputs = objective.init(key), objective.make_inputs(batch, key)
+        masked = inputs.masked
+        outputs = objective.model.apply(
+            {"params": params}, masked.tokens, inputs.layout, masked.positions
+        )
+        square = jnp.log(jnp.exp(outputs[0]).sum(-1)) ** 2
+        terms = objective.loss_terms(params, inputs, None)["z_loss"]
+        expected = 0.5 * (square * masked.weights).sum(), objective.normalizers(inputs)["z_loss"]
+        return terms, expected
+
+    (total, weight), (expected, normalizer) = run(batch)
+    assert float(total) == pytest.approx(float(expected), rel=1e-5)
+    assert float(weight) == float(normalizer) > 0
     summary = objective.summarize(
         {objective.best_metric.name: 2.0, "z_loss": 0.25}
         | dict.fromkeys([f"{objective.metric_prefix}_accuracy"], 0.0)

@@ -327,7 +327,7 @@ def test_larger_rate_sets_shapes_and_final_rate_sets_evaluation(rates):
     expected = run(fixed[1])(*batch, jax.random.key(0))
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     layout = row_layout(batch[1], batch[1], T)
-    some = masker(batch[0], *batch[1:], layout, jax.random.key(0), jnp.arange(5)[:, None])
+    some = jax.jit(masker.__call__)(*batch, layout, jax.random.key(0), jnp.arange(5)[:, None])
     np.testing.assert_array_equal(some.weights.sum(1), np.arange(5))
 
 
@@ -355,7 +355,7 @@ def test_training_batches_hold_their_prediction_counts(rows):
             assert batch.keys() == phase.batch_shape.keys()
             step += 1
         assert "num_predictions" not in next(phase.heldout(0, 1))
-        inputs = phase.objective.make_inputs(jax.tree.map(jnp.asarray, batch), jax.random.key(0))
+        inputs = jax.jit(phase.objective.make_inputs)(batch, jax.random.key(0))
         assert float(inputs.masked.weights.sum()) == batch["num_predictions"].sum()
 
 

@@ -1,6 +1,7 @@
 """SpanBERT's span-boundary objective: loss against a NumPy reference, size, FLOPs, and export."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def make(tokens, length, a_length, config=CONFIG, **masking):
     row_format = rows.RowFormat(T, length.shape[1], VOCAB)
     objective = MaskedLM(config, MaskingConfig(**masking), row_format, 3, np.zeros(VOCAB, bool))
     batch = {"tokens": tokens, "length": length, "a_length": a_length, "label": length * 0 - 1}
-    return objective, objective.make_inputs(jax.tree.map(jnp.asarray, batch), jax.random.key(1))
+    return objective, jax.jit(objective.make_inputs)(batch, jax.random.key(1))
 
 
 def test_loss_matches_the_paper():
@@ -49,11 +50,8 @@ def test_loss_matches_the_paper():
     masking = {"rate": 0.4, "span": 6, "span_p": 0.1}
     objective, inputs = make(tokens, length, a_length, **masking)
     params = jax.tree.map(jnp.asarray, random_params(CONFIG))
-    hidden = np.array(
-        Bert(CONFIG)
-        .apply({"params": params}, inputs.masked.tokens, inputs.layout, outputs=())
-        .hidden
-    )
+    encode = jax.jit(functools.partial(Bert(CONFIG).apply, outputs=()))
+    hidden = np.array(encode({"params": params}, inputs.masked.tokens, inputs.layout).hidden)
     segment_ids = np.array(inputs.layout.segment_ids)
     arrays = jax.tree.map(np.array, params)
     head, table = arrays["span_boundary"], arrays["embeddings"]["word"]["embedding"]
