@@ -103,7 +103,8 @@ def _mask(
         jnp.asarray(batch[name].astype(np.int32)) for name in ("tokens", "length", "a_length")
     )
     layout = rows_lib.layout(length, a_length, manifest.tokens)
-    masked: Any = jax.device_get(masker(tokens, length, a_length, layout, jax.random.key(seed)))
+    key, mask = jax.random.key(seed), jax.jit(masker.__call__)
+    masked: Any = jax.device_get(mask(tokens, length, a_length, layout, key))
     return [
         [
             (int(position), int(label), int(inputs[position]))
