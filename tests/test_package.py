@@ -29,20 +29,22 @@ def test_wheel_pretrains_in_an_empty_folder(tmp_path):
     # Dependencies come from this environment; .ci/run has one with no other packages.
     python(*pip, "install", "--no-deps", "--target", "site", str(wheel))
 
-    def bert_jax(*arguments: str) -> str:
-        return python("-m", "bert_jax", *arguments, PYTHONPATH=str(tmp_path / "site"))
-
-    where = python("-c", "import bert_jax; print(bert_jax)", PYTHONPATH=str(tmp_path / "site"))
-    assert str(tmp_path) in where
+    site = {"PYTHONPATH": str(tmp_path / "site")}
     (tmp_path / "text.txt").write_text(
         "\n".join(f"The {n} rivers run past the mill.\nIt turns the wheel.\n" for n in range(99))
     )
-    bert_jax("vocab", "--out", "vocab", "--size", "150", "text.txt")
-    bert_jax("prepare", "--vocab", "vocab", "--out", "rows", "--tokens", "32", "text.txt")
-    train = ("--rows", "rows", "--config.steps=2", "--config.batch_size=8")
-    bert_jax("pretrain", "--config", "pretrain:tiny,32", "--workdir", "run", *train)
-    assert "%" in bert_jax("fill-mask", "--init", "run", "The [MASK] runs.")
-    bert_jax("report", "run")
+    # One process, as importing takes longer than the commands.
+    commands = [
+        "vocab --out vocab --size 150 text.txt",
+        "prepare --vocab vocab --out rows --tokens 32 --workers 1 text.txt",
+        "pretrain --config pretrain:tiny,32 --workdir run --rows rows --config.steps=2 "
+        "--config.batch_size=8",
+        "report run",
+    ]
+    code = "import bert_jax.cli as cli, sys; print(cli.__file__)\n"
+    code += "for command in sys.argv[1:]: assert cli.main(command.split()) == 0, command"
+    assert str(tmp_path) in python("-c", code, *commands, **site)
+    assert "%" in python("-m", "bert_jax", "fill-mask", "--init", "run", "The [MASK] runs.", **site)
     assert (tmp_path / "report.html").read_text().count("masked_lm_loss") > 1
 
 
