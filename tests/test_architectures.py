@@ -281,7 +281,7 @@ def test_scan_and_remat_match_unrolled_alternating_layers():
     quiet = make_config(**MODERN | {"layers": 6})
     params, batch = random_params(quiet, rng), make_batch(rng, [[20, 17], [30]], 40)
     key, results, states = jax.random.key(7), [], []
-    for layer_loop, remat in [("unrolled", "none"), ("scanned", "none"), ("scanned", "dots")]:
+    for layer_loop, remat in [("unrolled", "none"), ("scanned", "dots")]:
         config = dataclasses.replace(
             quiet, dropout=0.1, attention_dropout=0.1, layer_loop=layer_loop, remat=remat
         )
