@@ -199,7 +199,7 @@ def test_executed_instructions_and_their_operations():
 @pytest.mark.parametrize(
     ("scopes", "part"),
     [
-        ("jvp(Bert)/Bert.encode/encoder/Layer/attention/query/dot_general", "matmul"),
+        ("jvp(Bert)/encoder/Layer/attention/query/dot_general", "matmul"),
         ("transpose(jvp(Bert))/encoder/Layer/attention/attend/exp", "attention"),
         ("jvp(Bert)/encoder/Layer/attention/attend/dropout/xor", "dropout bits"),
         ("jvp(Bert)/encoder/Layer/attention/norm/rsqrt", "LayerNorm and GELU"),

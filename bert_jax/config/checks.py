@@ -148,8 +148,8 @@ def _require_default_head(
     model: ModelConfig, reason: str, require: Callable[[bool, str, str], None]
 ) -> None:
     for name, default in (("lstm_layers", 0), ("features", "")):
-        is_default = getattr(model.head.kind, name) == default
-        require(is_default, f"model.head.kind.{name}", f"{default!r} {reason}")
+        is_default = getattr(model.head, name) == default
+        require(is_default, f"model.head.{name}", f"{default!r} {reason}")
 
 
 def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, str], None]) -> None:
