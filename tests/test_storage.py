@@ -188,12 +188,15 @@ def test_status_codes_of_tensorstore(kind, codes):
 
 
 @on_both
-def test_a_silent_server_is_given_up(server, url, monkeypatch):
+def test_a_silent_server_is_reported_once_and_given_up(server, url, monkeypatch, capfd):
     monkeypatch.setattr(storage.objects, "_DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr(storage.objects, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(storage.objects, "_last_quiet", [-100.0])
     server.proxy.silent_every = 1
     for call in (storage.listing, storage.read, lambda url: storage.write(url, b"")):
         with pytest.raises(Unavailable, match=url):
             call(f"{url}/a")
+    assert capfd.readouterr().err.count(url) == 1
 
 
 def test_a_repeated_part_of_an_upload_is_refused(server, url, tmp_path):

@@ -7,9 +7,13 @@ import errno
 import functools
 import importlib
 import logging
+import math
 import os
 import pathlib
 import re
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +43,7 @@ _TEMPORARY = {
 # A request of N bytes may take this long, plus N bytes at the rate of a slow connection shared by 16.
 _DEADLINE_SECONDS, _SLOW_BYTES_PER_SECOND = 30.0, 10_000
 _PARTS_BYTES = 5 << 20  # from which gcsfs and s3fs upload in parts
+_QUIET_SECONDS = 10.0  # after which a line says that the storage does not answer
 
 
 class Stat(NamedTuple):
@@ -158,8 +163,23 @@ def errors_of(action: str) -> Iterator[None]:
 def _request(method: str, url: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
     """Call a method of the file system of a URL, with a deadline for the transfer of `size` bytes."""
     call = getattr(filesystem(url.partition("://")[0]), method)
-    seconds = _DEADLINE_SECONDS + size / _SLOW_BYTES_PER_SECOND
-    return call(*arguments, timeout=seconds, **options)
+    seconds = size / _SLOW_BYTES_PER_SECOND
+    timer = threading.Timer(_QUIET_SECONDS + seconds, _say_quiet, [url])
+    timer.daemon = True
+    timer.start()
+    try:
+        return call(*arguments, timeout=_DEADLINE_SECONDS + seconds, **options)
+    finally:
+        timer.cancel()
+
+
+_last_quiet = [-math.inf]  # when a line was written
+
+
+def _say_quiet(url: str) -> None:
+    if time.monotonic() - _last_quiet[0] >= 30:  # once for many requests
+        _last_quiet[0] = time.monotonic()
+        print(f"{url}: waiting for an answer of the storage …", file=sys.stderr, flush=True)
 
 
 def key_of(url: str) -> str:
