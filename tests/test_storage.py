@@ -40,8 +40,8 @@ from tests.helpers.runs import (
     wait_for_all,
 )
 
-STEPS = ("steps=24", "checkpoint.every_steps=4", "evaluate_every_steps=12", "log_every_steps=4")
-SHORT = ("steps=12", "checkpoint.every_steps=3", "evaluate_every_steps=12", "log_every_steps=3")
+STEPS = ("steps=16", "checkpoint.every_steps=4", "evaluate_every_steps=8", "log_every_steps=4")
+SHORT = ("steps=6", "checkpoint.every_steps=2", "evaluate_every_steps=6", "log_every_steps=2")
 on_both = pytest.mark.parametrize("server", ["gs", "s3"], indirect=True)
 
 
@@ -639,17 +639,17 @@ def test_killed_and_preempted_run_resumes_bitwise_identical(
     server, url, remote_rows, uninterrupted
 ):
     """It ends on another machine, which has no copies."""
-    for count, number in ((8, signal.SIGKILL), (32, signal.SIGTERM)):
+    for count, number in ((8, signal.SIGKILL), (24, signal.SIGTERM)):
         process = start(server, url, remote_rows)
         wait_for_objects(url, count, process)
         process.send_signal(number)
         _, result = process.communicate(timeout=120)
         expected = -number if number == signal.SIGKILL else cli.EXIT_INTERRUPTED
         assert process.returncode == expected, result
-    step = int(re.search(rf"saved step (\d+) of 24 in {url}", result)[1])
+    step = int(re.search(rf"saved step (\d+) of 16 in {url}", result)[1])
     elsewhere = server.environment["BERT_JAX_STORAGE_CACHE"] + "2"
     result = finish(start(server, url, remote_rows, "--cache", elsewhere))
-    assert f"resuming at step {step} of 24" in result
+    assert f"resuming at step {step} of 16" in result
     assert list(pathlib.Path(elsewhere).rglob("*.arrayrecord"))
     assert len(storage.read(f"{url}/starts.jsonl").splitlines()) >= 2
     assert_same_run(url, uninterrupted)
@@ -678,7 +678,7 @@ def test_second_writer_is_rejected(url, remote_rows, monkeypatch):
 
 @pytest.fixture(scope="module")
 def local_run(rows, tmp_path_factory):
-    """Return the folder of a run of 12 steps in this process."""
+    """Return the folder of a run of 6 steps in this process."""
     folder = tmp_path_factory.mktemp("local") / "run"
     train_here(folder, rows, *SHORT)
     return folder
@@ -691,8 +691,8 @@ def test_run_survives_transient_server_errors(server, url, remote_rows, local_ru
     assert_same_run(url, local_run)
     names = storage.listing(f"{url}/checkpoints")
     kept = {int(name.split("-")[0]) for name in names if name.endswith("/manifest.json")}
-    assert kept == {0, 6, 9, 12}
-    assert checkpoint.load_model(url, "6")[3] == 6
+    assert kept == {0, 4, 6}
+    assert checkpoint.load_model(url, "4")[3] == 4
 
 
 @pytest.mark.slow
