@@ -2,7 +2,7 @@
 #   make quickstart [CORPUS=PATH]   from text to a pretrained model in minutes
 #   make test                       tests, except those marked slow, gpu, tpu or nightly: four minutes
 #   make test-all                   all tests that can run here, except nightly ones
-#   make test-nightly               notebooks, benchmarks, the quickstart, a long outage
+#   make test-nightly               notebooks, benchmarks, the quickstart, an outage, a full disk
 #   make coverage                   the same, with line coverage (half as long again)
 #   make lint                       ruff, import-linter and pyright
 #   make docs                       build the documentation into build/site

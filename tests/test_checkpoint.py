@@ -516,6 +516,7 @@ def test_every_command_reports_a_full_disk_in_one_line(run, rows, corpus, tmp_pa
     assert not [left for verb, _, left in failed if left and verb in ("export", "embed", "report")]
 
 
+@pytest.mark.nightly
 def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):
     mounted = tmp_path / "small"
     mounted.mkdir()

@@ -52,7 +52,7 @@ def saved(folder):
     return sorted(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_outlives_kills_signals_damage_and_changed_process_counts(tmp_path, rows):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     argv = command(parts, [rows()], *STEPS)

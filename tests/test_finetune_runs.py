@@ -259,7 +259,13 @@ def test_each_seed_matches_a_single_seed_run(data, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("model.head.lstm_layers=1", "model.causal=true")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.nightly),
+        ("model.head.lstm_layers=1", "model.causal=true"),
+    ],
+)
 def test_mesh_layouts_give_the_same_losses(data, tmp_path, more):
     """Compare data parallelism on eight devices with data + FSDP + tensor parallelism."""
     layouts = {

@@ -524,6 +524,7 @@ def test_missing_answers_are_refused_except_for_prediction(tmp_path):
     assert dataset.score("dev", zeros(dataset)) == {}
 
 
+@pytest.mark.nightly
 def test_window_count_of_the_official_dev_set(shared_data):
     dev = shared_data("squad/dev-v1.1.json.gz")
     vocab = shared_data("vocab/bert-base-uncased-vocab.txt")

@@ -230,15 +230,15 @@ def from_files(contents: Mapping[str, bytes]) -> Vocabulary:
 def _byte_level(contents: Mapping[str, bytes]) -> bytes:
     """Return the tokenizer.json of RoBERTa's vocab.json and merges.txt."""
     import tokenizers
-    from tokenizers import implementations, processors
+    from tokenizers import processors
+    from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
     ids = json.loads(contents["vocab.json"])
     lines = contents["merges.txt"].decode().splitlines()
     pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     settings = json.loads(contents.get(CONFIG, b"{}"))
     add_space = bool(settings.get("add_prefix_space", False))
-    pairs = [(a, b) for a, b in pairs]
-    tokenizer = implementations.ByteLevelBPETokenizer(ids, pairs, add_space)  # pyright: ignore
+    tokenizer = ByteLevelBPETokenizer(ids, [(a, b) for a, b in pairs], add_space)
     tokenizer.post_processor = processors.RobertaProcessing(
         ("</s>", ids["</s>"]), ("<s>", ids["<s>"]), add_prefix_space=add_space
     )
