@@ -34,7 +34,8 @@ from jaxtyping import Array, Float, Key
 from bert_jax import storage, train
 from bert_jax.config import flags
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import HEADS, Config, FinetuneConfig, TrainConfig, take_rows
+from bert_jax.config.model import HEADS
+from bert_jax.config.schema import Config, FinetuneConfig, TrainConfig, take_rows
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.export import export
 from bert_jax.data import wordpiece

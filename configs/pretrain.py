@@ -28,14 +28,8 @@ ELECTRA (Clark et al. 2020, table 6) is pretrained at one length, small at T=128
 the masked tokens 85% become [MASK] and the others are kept, as in google-research/electra.
 """
 
-from bert_jax.config.schema import (
-    CheckpointConfig,
-    Config,
-    MaskingConfig,
-    ModelConfig,
-    OptimConfig,
-    PhaseConfig,
-)
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import CheckpointConfig, Config, MaskingConfig, OptimConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 
 # Lengths of rows with their shares of the steps, unless given: 8, 16, 32, 64, 128.

@@ -35,13 +35,13 @@ def _default(value: ast.expr) -> str:
 
 
 def configuration() -> str:
-    """Return a section per dataclass of config/schema.py: fields, types, defaults, and their comments."""
-    path = ROOT / "bert_jax" / "config" / "schema.py"
-    source = path.read_text()
+    """Return a section per dataclass of config/: fields, types, defaults, and their comments."""
+    folder = ROOT / "bert_jax" / "config"
+    source = "\n".join((folder / name).read_text() for name in ("schema.py", "model.py"))
     lines = source.splitlines()
     parts = [
         "# Configuration",
-        "Settings of a run and their defaults, from `bert_jax/config/schema.py`. Change them on the command "
+        "Settings of a run and their defaults, from `bert_jax/config/`. Change them on the command "
         "line: `--config.optim.learning_rate=5e-4`, `'--config.phases[0].batch_size=64'`.",
     ]
     for node in ast.parse(source).body:

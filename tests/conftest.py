@@ -205,7 +205,7 @@ def make_point(tmp_path):
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """Run with random weights, all pretraining heads and the vocabulary `checkpoints.WORDS`."""
-    from bert_jax.config.schema import ModelConfig
+    from bert_jax.config.model import ModelConfig
     from tests.helpers import checkpoints
 
     config = ModelConfig(

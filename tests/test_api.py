@@ -14,7 +14,8 @@ import pytest
 
 import bert_jax
 from bert_jax import api
-from bert_jax.config.schema import Config, FinetuneConfig, ModelConfig, TaskConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict

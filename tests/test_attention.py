@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax.config.schema import Config, MeshConfig, ModelConfig, PhaseConfig, with_fields
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.model import encoder

@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from bert_jax import cli
-from bert_jax.config.schema import ModelConfig, with_fields
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ModelConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data.vocabulary import SPECIAL
 from bert_jax.errors import UserError

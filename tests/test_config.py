@@ -6,18 +6,11 @@ import pathlib
 
 import pytest
 
-from bert_jax.config import flags
+from bert_jax.config import fields, flags
 from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import (
-    Config,
-    FinetuneConfig,
-    HeadConfig,
-    MeshConfig,
-    ModelConfig,
-    PhaseConfig,
-    TaskConfig,
-)
+from bert_jax.config.model import HeadConfig, ModelConfig
+from bert_jax.config.schema import Config, FinetuneConfig, MeshConfig, PhaseConfig, TaskConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
@@ -207,8 +200,8 @@ def test_command_line_overrides_set_single_fields():
         "model.dropout": 0.0,
     }
     settings = [f"--config.{key}={value}" for key, value in expected.items()]
-    plain = configs.flatten(flags.load([f"{PRETRAIN}:L4-H256-A4"]))
-    config = configs.flatten(flags.load([f"{PRETRAIN}:L4-H256-A4", *settings]))
+    plain = fields.flatten(flags.load([f"{PRETRAIN}:L4-H256-A4"]))
+    config = fields.flatten(flags.load([f"{PRETRAIN}:L4-H256-A4", *settings]))
     assert config == plain | expected != plain
 
 
@@ -244,14 +237,14 @@ def test_every_config_file_loads_and_round_trips(name):
     kind = Config if name.startswith(("continued", "pretrain")) else FinetuneConfig
     config = flags.load([f"--config={FOLDER / name}"], kind)
     assert isinstance(config, kind)
-    again = configs.from_dict(json.loads(json.dumps(configs.to_dict(config))))
+    again = configs.from_dict(json.loads(json.dumps(fields.to_dict(config))))
     assert again == config
-    assert configs.flatten(again) == configs.flatten(config)
+    assert fields.flatten(again) == fields.flatten(config)
 
 
 @pytest.mark.parametrize("key", ["steps", "phases"])
 def test_config_of_incompatible_version_is_rejected(key):
-    values = configs.to_dict(Config())
+    values = fields.to_dict(Config())
     assert "color" in refusal(configs.from_dict, {**values, "color": 1})
     assert "speed" in refusal(configs.from_dict, {**values, "optim": {"speed": 1}})
     del values[key]
@@ -263,7 +256,7 @@ def test_config_of_incompatible_version_is_rejected(key):
     [("layers", 100_000_000), ("positions", -1), ("hidden", 128 * 10**9), ("vocab_size", 2**30)],
 )
 def test_config_of_a_run_has_the_constraints_of_settings(tmp_path, key, value):
-    values = configs.to_dict(Config())
+    values = fields.to_dict(Config())
     values["model"][key] = value
     (tmp_path / "config.json").write_text(json.dumps({"config": values}))
     message = refusal(workdir.read_config, tmp_path)

@@ -12,7 +12,8 @@ import torch
 
 import bert_jax
 from bert_jax import api, cli
-from bert_jax.config.schema import Config, HeadConfig, ModelConfig, PhaseConfig
+from bert_jax.config.model import HeadConfig, ModelConfig
+from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.convert import source
 from bert_jax.data import prepare, vocabulary_files, wordpiece
 from bert_jax.data.rows import read_manifest

@@ -12,7 +12,8 @@ import transformers
 
 from bert_jax import cli
 from bert_jax.config.flags import load
-from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, TaskConfig
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches

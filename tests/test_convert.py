@@ -23,7 +23,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from bert_jax import cli
-from bert_jax.config.schema import Config, ModelConfig, PhaseConfig, with_fields
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import huggingface, source, tensorflow1, weights
 from bert_jax.convert.export import export

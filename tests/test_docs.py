@@ -11,7 +11,8 @@ import pytest
 import bert_jax
 from bert_jax import cli
 from bert_jax.config import flags
-from bert_jax.config.schema import Config, FinetuneConfig, flatten
+from bert_jax.config.fields import flatten
+from bert_jax.config.schema import Config, FinetuneConfig
 from bert_jax.tools.launch import request
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -14,14 +14,9 @@ import transformers
 
 from bert_jax import cli
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import (
-    Config,
-    ElectraConfig,
-    MaskingConfig,
-    MeshConfig,
-    ModelConfig,
-    with_fields,
-)
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ElectraConfig, ModelConfig
+from bert_jax.config.schema import Config, MaskingConfig, MeshConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface

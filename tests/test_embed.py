@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from bert_jax.config.schema import Config, EmbedConfig, ModelConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config, EmbedConfig
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import tables
 from bert_jax.data import vectors as vectors_lib

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 from bert_jax import train
 from bert_jax.config.flags import load
-from bert_jax.config.schema import Config, FinetuneConfig, HeadConfig, TaskConfig
+from bert_jax.config.model import HeadConfig
+from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import source
 from bert_jax.convert.export import export

@@ -12,15 +12,8 @@ import torch
 import transformers
 from flax import traverse_util
 
-from bert_jax.config.schema import (
-    FEATURES,
-    Config,
-    FinetuneConfig,
-    HeadConfig,
-    ModelConfig,
-    OptimConfig,
-    TaskConfig,
-)
+from bert_jax.config.model import FEATURES, HeadConfig, ModelConfig
+from bert_jax.config.schema import Config, FinetuneConfig, OptimConfig, TaskConfig
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE

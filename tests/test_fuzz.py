@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bert_jax import cli
-from bert_jax.config import flags
+from bert_jax.config import fields, flags
 from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
@@ -257,7 +257,7 @@ OBJECTS = json_lines(dict(zip(TABLE, row, strict=True)) for row in LINES)
 
 
 def run_config(config) -> bytes:
-    return json.dumps({"config": configs.to_dict(config), "data": [], "best": BEST}).encode()
+    return json.dumps({"config": fields.to_dict(config), "data": [], "best": BEST}).encode()
 
 
 classes = learn(classification.Classification, objective="classes")
@@ -541,7 +541,7 @@ def test_python_files_in_a_model_folder_are_not_executed(tmp_path, checkpoints):
 
 # --- Settings and command lines -------------------------------------------------------------------
 
-KEYS = sorted(configs.flatten(Config())) + sorted(configs.flatten(FinetuneConfig()))
+KEYS = sorted(fields.flatten(Config())) + sorted(fields.flatten(FinetuneConfig()))
 values = st.one_of(
     st.sampled_from([str(v) for v in NASTY_VALUES] + ["()", "('a',)", "1,2", "true", "None", "{}"]),
     st.integers().map(str),
@@ -566,7 +566,7 @@ def test_any_setting_is_accepted_or_rejected(file, given_):
     arguments += [f"--config.{key}={value}" for key, value in given_]
     with only_user_errors():
         config = flags.load(arguments, kind)
-        assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+        assert configs.from_dict(json.loads(json.dumps(fields.to_dict(config)))) == config
 
 
 # {odd}: a path that no command can use; {text}, {vocab}, {rows} and {model}: valid ones.

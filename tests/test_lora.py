@@ -11,18 +11,9 @@ import pytest
 
 from bert_jax import cli
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import (
-    LORA_TARGETS,
-    Config,
-    FinetuneConfig,
-    HeadConfig,
-    LoraConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimConfig,
-    TaskConfig,
-    with_fields,
-)
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import LORA_TARGETS, HeadConfig, LoraConfig, ModelConfig
+from bert_jax.config.schema import Config, FinetuneConfig, MeshConfig, OptimConfig, TaskConfig
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert, flatten, init_params, shapes
 from bert_jax.model.flops import flops_per_row

@@ -11,7 +11,8 @@ import pytest
 import torch
 from jax.ad_checkpoint import print_saved_residuals
 
-from bert_jax.config.schema import Config, ModelConfig, OptimConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config, OptimConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows

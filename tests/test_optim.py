@@ -8,7 +8,8 @@ import torch
 import transformers
 from flax import traverse_util
 
-from bert_jax.config.schema import Config, HeadConfig, LoraConfig, OptimConfig
+from bert_jax.config.model import HeadConfig, LoraConfig
+from bert_jax.config.schema import Config, OptimConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.model.bert import flatten, init_params, shapes
 from bert_jax.training import optim

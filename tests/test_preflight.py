@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bert_jax import cli
-from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import chips, sharding

@@ -15,7 +15,8 @@ import pytest
 from jax.extend import core
 from scipy import special
 
-from bert_jax.config.schema import Config, MeshConfig, PhaseConfig, with_fields
+from bert_jax.config.fields import with_fields
+from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout
 from bert_jax.model import attention as attention_lib

@@ -230,7 +230,7 @@ START = (
 # Removed from the command line before argparse sees it.
 CONFIG = (
     option("--config", "NAME[:ARG]", "a config by name (base,128 or glue:rte), or a Python file"),
-    option("--config.KEY", "VALUE", "override a setting (see bert_jax/config/schema.py)", dest="_"),
+    option("--config.KEY", "VALUE", "override a setting (see bert_jax/config)", dest="_"),
 )
 WORKDIR = option("--workdir", "DIR", "folder of the run", required=True)
 

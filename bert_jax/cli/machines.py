@@ -128,7 +128,7 @@ def _launched(options) -> Any:
     """Return the job of the command after --, which is checked before any machine is requested."""
     from bert_jax.cli import parse
     from bert_jax.config import flags
-    from bert_jax.config.schema import flatten
+    from bert_jax.config.fields import flatten
     from bert_jax.tools.launch import request
 
     if not options.command or options.command[0] not in _PATHS:

@@ -5,19 +5,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from bert_jax.config.fields import flatten, leaves
+from bert_jax.config.model import HEADS, LORA_TARGETS, LoraConfig, ModelConfig
 from bert_jax.config.schema import (
-    HEADS,
-    LORA_TARGETS,
     Config,
     DistillConfig,
     FinetuneConfig,
-    LoraConfig,
     MaskingConfig,
-    ModelConfig,
     TrainConfig,
     batch_size_key,
-    flatten,
-    leaves,
     profiled_steps,
 )
 from bert_jax.errors import UserError

@@ -11,15 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from bert_jax.config.checks import GLUE, validate
-from bert_jax.config.schema import (
-    Config,
-    FinetuneConfig,
-    LoraConfig,
-    TrainConfig,
-    flatten,
-    from_dict,
-    to_dict,
-)
+from bert_jax.config.fields import flatten, to_dict
+from bert_jax.config.model import LoraConfig
+from bert_jax.config.schema import Config, FinetuneConfig, TrainConfig, from_dict
 from bert_jax.config.sizes import ARCHITECTURES, SIZES, model_size
 from bert_jax.errors import UserError, did_you_mean, nearest
 

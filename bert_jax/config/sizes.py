@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from bert_jax.config.schema import ModelConfig, with_fields
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ModelConfig
 from bert_jax.errors import UserError
 
 SIZES = {  # Devlin et al.; small ones from Turc et al. (arXiv 1908.08962)

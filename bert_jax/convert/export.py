@@ -12,15 +12,10 @@ import jax
 import numpy as np
 
 from bert_jax import storage
-from bert_jax.config import schema as config_lib
-from bert_jax.config.schema import (
-    ElectraConfig,
-    EmbedConfig,
-    FinetuneConfig,
-    ModelConfig,
-    TrainConfig,
-    with_fields,
-)
+from bert_jax.config import fields as fields_lib
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ElectraConfig, ModelConfig
+from bert_jax.config.schema import EmbedConfig, FinetuneConfig, TrainConfig
 from bert_jax.convert import huggingface, sentence_encoder, weights
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
@@ -213,7 +208,7 @@ def _card(
         example = f'from_pretrained("{name}", revision="{revisions[0]}")'
         paragraphs.append(f"Revisions, such as `{example}`: {branches}")
     paragraphs += _history(provenance, config, step)
-    values = config_lib.to_dict(config)
+    values = fields_lib.to_dict(config)
     if provenance.imported:  # the rest of the config does not describe it
         values = {"model": values["model"], "embed": values["embed"]}
     paragraphs += ["## Config", f"```json\n{json.dumps(values, indent=2)}\n```", ""]

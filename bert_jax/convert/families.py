@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config.schema import HEADS, ModelConfig
+from bert_jax.config.model import HEADS, ModelConfig
 from bert_jax.config.sizes import ARCHITECTURES
 from bert_jax.convert import modernbert
 from bert_jax.convert.modernbert import Settings, Tensors

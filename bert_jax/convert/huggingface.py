@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config.schema import HEADS, ModelConfig, with_fields
-from bert_jax.config.schema import flatten as flatten_config
+from bert_jax.config.fields import flatten as flatten_config
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import HEADS, ModelConfig
 from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, shorten

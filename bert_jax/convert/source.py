@@ -18,7 +18,8 @@ import jax
 
 from bert_jax import storage
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import Config, ModelConfig, TrainConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config, TrainConfig
 from bert_jax.convert import hub, huggingface, sentence_encoder, tensorflow1, tokenizer, weights
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.sentence_encoder import transformer_folder

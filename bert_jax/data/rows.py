@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from bert_jax import storage
-from bert_jax.config.schema import build
+from bert_jax.config.fields import build
 from bert_jax.data.compressed import whole
 from bert_jax.errors import UserError
 

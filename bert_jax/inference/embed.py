@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import storage
 from bert_jax.config.checks import check_fields
-from bert_jax.config.schema import MeshConfig, TrainConfig, layer_numbers
+from bert_jax.config.model import layer_numbers
+from bert_jax.config.schema import MeshConfig, TrainConfig
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.vocabulary import Vocabulary

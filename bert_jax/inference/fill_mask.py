@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.model import ModelConfig
 from bert_jax.convert.source import OpenModel
 from bert_jax.data import rows
 from bert_jax.data.vocabulary import Vocabulary

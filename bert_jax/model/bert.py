@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax import traverse_util
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config.schema import HEADS, ModelConfig
+from bert_jax.config.model import HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
 from bert_jax.model import mup
 from bert_jax.model.dropout import dropout

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.model import ModelConfig
 from bert_jax.data.rows import Layout
 from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import (

@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.model import ModelConfig
 from bert_jax.data.rows import Layout
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout

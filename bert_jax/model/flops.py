@@ -2,7 +2,7 @@
 
 import jax
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.model import ModelConfig
 from bert_jax.model.bert import Params
 from bert_jax.model.layers import padded_vocab_size
 

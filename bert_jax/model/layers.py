@@ -13,7 +13,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config.schema import LoraConfig, ModelConfig
+from bert_jax.config.model import LoraConfig, ModelConfig
 from bert_jax.model.dropout import dropout
 from bert_jax.runtime import device, sharding
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.model import ModelConfig
 from bert_jax.model.layers import Dense
 
 

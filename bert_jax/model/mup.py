@@ -8,7 +8,7 @@ must not depend on the width, so that scores keep their scale.
 
 import re
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.model import ModelConfig
 
 # Powers of base_hidden / hidden for the initial values and the learning rate. The input of a tied
 # decoder, whose weights are the embeddings, is scaled instead: the output of the head's LayerNorm.

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config.schema import DistillConfig, ModelConfig, TrainConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import DistillConfig, TrainConfig
 from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Outputs, Params, draw_params

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from bert_jax.config.schema import ModelConfig
+from bert_jax.config.model import ModelConfig
 from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params, split_generator

@@ -11,7 +11,8 @@ import numpy as np
 
 from bert_jax.config import schema as config_lib
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import EmbedConfig, FinetuneConfig
 from bert_jax.data.examples import FIRST_STEPS, Examples, PackedBatches
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, shorten

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config.schema import MaskingConfig, ModelConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import MaskingConfig
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert, Params, init_params
 from bert_jax.model.flops import flops_per_row

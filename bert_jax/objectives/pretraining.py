@@ -79,18 +79,7 @@ def make_phases(
         manifest = train.manifest
         _check_rows(config, i, manifest, vocabulary.sha256 if vocabulary else "")
         if vocabulary is None:
-            vocabulary = vocabularies.load(phase_config.rows)
-            if vocabulary.sha256 != manifest.vocab_sha256:
-                raise UserError(
-                    f"phase {i}: {phase_config.rows}: {vocabulary.file} is not the vocabulary that its "
-                    "rows were prepared with: restore that file, or prepare the rows again"
-                )
-            try:
-                vocabularies.check_segments(vocabulary, model.segments)
-            except UserError as error:  # single sequences are the same
-                _warn(str(error))
-            if not vocabulary.is_wordpiece:
-                vocabulary = vocabulary.resized(manifest.vocab_size)
+            vocabulary = _open_vocabulary(phase_config.rows, manifest, model.segments, i)
         config.model.vocab_size = manifest.vocab_size
         if config.distill.teacher and teacher is None:
             teacher = warm_start.open_teacher(config, vocabulary)
@@ -130,6 +119,21 @@ def make_phases(
     if start is not None:
         data[0] |= start.to_dict()
     return config, vocabulary, data, phases
+
+
+def _open_vocabulary(folder: str, manifest: rows.Manifest, segments: int, i: int) -> Vocabulary:
+    """Open the vocabulary of the rows of phase i, and check that they were prepared with it."""
+    vocabulary = vocabularies.load(folder)
+    if vocabulary.sha256 != manifest.vocab_sha256:
+        raise UserError(
+            f"phase {i}: {folder}: {vocabulary.file} is not the vocabulary that its rows were "
+            "prepared with: restore that file, or prepare the rows again"
+        )
+    try:
+        vocabularies.check_segments(vocabulary, segments)
+    except UserError as error:  # single sequences are the same
+        _warn(str(error))
+    return vocabulary if vocabulary.is_wordpiece else vocabulary.resized(manifest.vocab_size)
 
 
 def _with_warmup(config: Config) -> Config:

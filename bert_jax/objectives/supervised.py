@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config.schema import DistillConfig, EmbedConfig, ModelConfig
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import DistillConfig, EmbedConfig
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, PackedBatches
 from bert_jax.data.loader import Batch

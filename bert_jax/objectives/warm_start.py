@@ -16,17 +16,10 @@ import numpy as np
 from jaxtyping import Float
 
 from bert_jax.config.checks import validate
-from bert_jax.config.schema import (
-    Config,
-    ElectraConfig,
-    EmbedConfig,
-    FinetuneConfig,
-    LoraConfig,
-    ModelConfig,
-    TrainConfig,
-    with_fields,
-)
-from bert_jax.config.schema import flatten as flatten_config
+from bert_jax.config.fields import flatten as flatten_config
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ElectraConfig, LoraConfig, ModelConfig
+from bert_jax.config.schema import Config, EmbedConfig, FinetuneConfig, TrainConfig
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import OpenModel, open_model
 from bert_jax.data import vocabulary_files as vocabularies

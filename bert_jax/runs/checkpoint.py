@@ -19,7 +19,8 @@ from absl import logging
 from orbax.checkpoint import checkpoint_managers as managers
 
 from bert_jax import storage
-from bert_jax.config.schema import CheckpointConfig, LoraConfig, TrainConfig
+from bert_jax.config.model import LoraConfig
+from bert_jax.config.schema import CheckpointConfig, TrainConfig
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes

@@ -36,6 +36,7 @@ import jax
 
 import bert_jax
 from bert_jax import storage
+from bert_jax.config import fields as fields_lib
 from bert_jax.config import schema as config_lib
 from bert_jax.config.checks import check_fields
 from bert_jax.config.schema import TrainConfig
@@ -317,7 +318,7 @@ def commit(checkout: pathlib.Path = pathlib.Path(__file__).parent) -> str | None
 
 def identity(config: TrainConfig, data: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what must be the same in all processes of a run, by descriptive names."""
-    settings = {f"config.{key}": value for key, value in config_lib.flatten(config).items()}
+    settings = {f"config.{key}": value for key, value in fields_lib.flatten(config).items()}
     digests = {
         f"{name} of phase {i}": rows.get(key)
         for i, rows in enumerate(data)
@@ -348,10 +349,10 @@ def write_or_check_config(
         vocabulary, imported: of the run; of an imported checkpoint, `convert.source.Imported.about`.
     """
     path = workdir / "config.json"
-    new = config_lib.flatten(config)
+    new = fields_lib.flatten(config)
     known = {"sha256": vocabulary.sha256, **vocabulary.settings}
     content = {
-        "config": config_lib.to_dict(config),
+        "config": fields_lib.to_dict(config),
         "data": data,
         "best": best,
         "vocabulary": known,
@@ -359,7 +360,7 @@ def write_or_check_config(
     if imported:
         content["imported"] = imported
     if path.exists():
-        old = config_lib.flatten(read_config(workdir))
+        old = fields_lib.flatten(read_config(workdir))
         differ = [
             f"{key}: was {old.get(key)!r}, is now {new.get(key)!r}"
             for key in {**old, **new}

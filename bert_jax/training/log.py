@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax.config import schema as config_lib
+from bert_jax.config import fields as fields_lib
 from bert_jax.config.schema import TrainConfig
 from bert_jax.errors import UserError
 from bert_jax.objectives.base import Phase
@@ -290,13 +290,13 @@ class _Board:
     @_errors
     def add_hyperparameters(self, config: TrainConfig, metric: str) -> None:
         """Write the settings for TensorBoard's HPARAMS tab, which compares runs by `metric`."""
-        defaults, model = config_lib.flatten(type(config)()), config.model
+        defaults, model = fields_lib.flatten(type(config)()), config.model
         values: dict[str, Any] = {
             "model": f"L{model.layers}-H{model.hidden}-A{model.heads}",
             "batch_size": config.batch_size,
             "optim.learning_rate": config.optim.learning_rate,
         }
-        for key, value in config_lib.flatten(config).items():
+        for key, value in fields_lib.flatten(config).items():
             if value != defaults.get(key) and not key.endswith(".rows"):
                 values[key] = value if isinstance(value, bool | int | float) else str(value)
         for summary in self._library.summary.hparams(values, {metric: 0.0}):

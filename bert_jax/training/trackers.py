@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from bert_jax import storage
-from bert_jax.config.schema import TrainConfig, flatten
+from bert_jax.config.fields import flatten
+from bert_jax.config.schema import TrainConfig
 from bert_jax.errors import UserError, missing
 
 PROJECT = "bert_jax"

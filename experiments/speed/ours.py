@@ -16,11 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from bert_jax.config import flags
-from bert_jax.config.schema import (
-    CheckpointConfig,
-    Config,
-    FinetuneConfig,
-)
+from bert_jax.config.schema import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
 from bert_jax.data.loader import Batch, RowDataset, batches

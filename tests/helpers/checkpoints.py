@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers
 
-from bert_jax.config.schema import Config, ModelConfig, with_fields
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config
 from bert_jax.convert import source
 from bert_jax.convert.export import export
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary

@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 
-from bert_jax.config.schema import HeadConfig, ModelConfig, with_fields
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import HeadConfig, ModelConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches
 from bert_jax.model.bert import shapes
 from bert_jax.tasks.base import FinetuneDataset

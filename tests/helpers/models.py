@@ -11,7 +11,8 @@ import transformers
 from flax import linen as nn
 from flax import traverse_util
 
-from bert_jax.config.schema import ModelConfig, with_fields
+from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ModelConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from bert_jax import storage
+from bert_jax.config import fields as fields_lib
 from bert_jax.config import schema as config_lib
 from bert_jax.config.schema import Config, TrainConfig
 from bert_jax.errors import UserError
@@ -60,7 +61,7 @@ class Recorded(NamedTuple):
             for key, what in (("digest", "data"), ("start", "initial weights"))
             if key in rows
         }
-        return {**config_lib.flatten(self.config), **digests}
+        return {**fields_lib.flatten(self.config), **digests}
 
 
 class Curve(NamedTuple):

@@ -6,7 +6,7 @@ import pathlib
 import statistics
 
 from bert_jax import storage
-from bert_jax.config import schema as config_lib
+from bert_jax.config import fields as fields_lib
 from bert_jax.tools.report import curves, page, plots
 
 _MISSING = "—"
@@ -90,8 +90,8 @@ def _differences(runs: list[curves.Recorded]) -> str:
     """Return the settings that differ between runs, or from the defaults for a single run."""
     columns, settings = [run.name for run in runs], [run.settings for run in runs]
     if len(runs) == 1:
-        default = config_lib.flatten(type(runs[0].config)())
-        columns, settings = ["default", *columns], [default, config_lib.flatten(runs[0].config)]
+        default = fields_lib.flatten(type(runs[0].config)())
+        columns, settings = ["default", *columns], [default, fields_lib.flatten(runs[0].config)]
     rows = []
     for key in dict.fromkeys(key for each in settings for key in each):
         values = [repr(each[key]) if key in each else _MISSING for each in settings]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax.config import schema as config_lib
+from bert_jax.config import fields as fields_lib
 from bert_jax.config.schema import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.errors import UserError
@@ -96,11 +96,11 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     speed = curves.read_speed(folder)
     clock = curves.clock(speed)
     starts = workdir.read_steps(folder / "starts.jsonl")
-    defaults = config_lib.flatten(type(config)())
+    defaults = fields_lib.flatten(type(config)())
     # Paths are those of this machine; the command identifies what they refer to.
     changed = {
         key: value
-        for key, value in config_lib.flatten(config).items()
+        for key, value in fields_lib.flatten(config).items()
         if defaults.get(key) != value and not (isinstance(value, str) and "/" in value)
     }
     content = json.dumps(changed, sort_keys=True, default=str)
