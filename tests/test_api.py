@@ -14,7 +14,7 @@ import pytest
 
 import bert_jax
 from bert_jax import api
-from bert_jax.config.model import ModelConfig
+from bert_jax.config.model import HeadConfig, ModelConfig
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -45,7 +45,7 @@ def with_head(run, head, labels, task):
     """Return the model of a run with a new encoder and head."""
     model = ModelConfig(
         layers=1, hidden=8, heads=2, feed_forward=8, positions=32, vocab_size=len(run.vocabulary),
-        masked_lm=False, next_sentence=False, head=head, labels=labels,
+        masked_lm=False, next_sentence=False, head=HeadConfig(head, labels),
     )  # fmt: skip
     params = init_params(model, jax.random.key(0))
     return dataclasses.replace(run, config=FinetuneConfig(model=model, task=task), params=params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 from functools import partial
 
 import jax
@@ -297,7 +298,7 @@ def test_encoder_and_pooler_are_restored_without_heads():
 def test_head_transform_is_initialized_from_the_masked_lm():
     start = model_config(SEQUENCE, masked_lm=True, head=HeadConfig())
     params = random_params(start)
-    transform = ModelConfig(head_layer="transform", head_pooling="mean")
+    transform = ModelConfig(head=HeadConfig(layer="transform", pooling="mean"))
     model = warm_start.model_config(FinetuneConfig(model=transform), start, SEQUENCE)
     assert (model.head.layer, model.head.pooling) == ("transform", "mean")
     taken, new = warm_start.select_params(FinetuneConfig(model=model), start, params)
@@ -306,7 +307,7 @@ def test_head_transform_is_initialized_from_the_masked_lm():
     assert {*shapes(model)} - {*taken} == {"classifier"}
     # The checkpoint's head layer is kept unless the config sets another.
     kept = warm_start.model_config(FinetuneConfig(), model, TOKEN)
-    assert kept.head_layer == "transform"
+    assert kept.head.layer == "transform"
     taken, new = warm_start.select_params(FinetuneConfig(model=kept), model, random_params(model))
     assert "head" in taken
     assert new == ["classifier"]
@@ -322,8 +323,8 @@ def test_head_transform_is_initialized_from_the_masked_lm():
 
 
 def test_modules_above_the_encoder_are_reinitialized():
-    start = model_config(SEQUENCE, lstm_layers=2, features="weighted-all")
-    asked = FinetuneConfig(model=ModelConfig(lstm_layers=1))
+    start = model_config(SEQUENCE, **{"head.lstm_layers": 2, "head.features": "weighted-all"})
+    asked = FinetuneConfig(model=ModelConfig(head=HeadConfig(lstm_layers=1)))
     model = warm_start.model_config(asked, start, SEQUENCE)
     assert (model.head.lstm_layers, model.head.features) == (
         1,
@@ -523,7 +524,7 @@ def test_model_config_comes_from_the_checkpoint(start, config, keys, expected):
     start = model_config(SEQUENCE, **{"head.kind": "", "head.labels": (), **start})
     config = FinetuneConfig(model=ModelConfig(**config))
     model = warm_start.model_config(config, start, SEQUENCE, keys)
-    assert {name: getattr(model, name) for name in expected} == expected
+    assert {name: operator.attrgetter(name)(model) for name in expected} == expected
     tagging = warm_start.model_config(FinetuneConfig(), start, TOKEN)
     assert tagging.pooler_activation == start.pooler_activation  # it has no pooler
 

@@ -61,7 +61,7 @@ def test_z_loss_is_added_to_the_pretraining_loss(causal):
         outputs = objective.model.apply(
             {"params": params}, masked.tokens, inputs.layout, masked.positions
         )
-        square = jnp.log(jnp.exp(outputs[0]).sum(-1)) ** 2
+        square = jnp.log(jnp.exp(outputs.masked_lm).sum(-1)) ** 2
         terms = objective.loss_terms(params, inputs, None)["z_loss"]
         expected = 0.5 * (square * masked.weights).sum(), objective.normalizers(inputs)["z_loss"]
         return terms, expected

@@ -36,7 +36,7 @@ VOCAB = 640
 
 def small_phase(size="L2-H32-A2", accumulation=0, log_every_steps=100, **changes):
     """Return the config and the abstract phase of a small model, with every kind of embedding."""
-    model = dataclasses.replace(model_size(size), vocab_size=VOCAB, **changes)
+    model = with_fields(model_size(size), {"vocab_size": VOCAB, **changes})
     phases = (PhaseConfig(tokens=24, accumulation=accumulation),)
     config = Config(
         model=model, phases=phases, batch_size=4, steps=10, log_every_steps=log_every_steps

@@ -79,13 +79,13 @@ def read(folder: Traversable) -> tuple[Settings, Tensors, list[Traversable]]:
         lacking = CONFIGS[0] if config is None else " or ".join(WEIGHTS[::2])
         found = f" (only {', '.join(others)}, which are not supported)" if others else ""
         raise UserError(f"no checkpoint: it has no {lacking}{found}")
-    parts = [weights]
+    settings, parts = read_json(config), [weights]
     if weights.name.endswith(".index.json"):
         parts = [folder / name for name in shards(weights)]
     tensors: Tensors = {}
     for part in parts:
         tensors |= pytorch.read(part) if part.name.endswith(".bin") else _safetensors(part)
-    return read_json(config), tensors, parts
+    return settings, tensors, parts
 
 
 def shards(index: Traversable) -> list[str]:

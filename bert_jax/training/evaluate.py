@@ -108,4 +108,6 @@ def evaluate_workdir(
     rows_at_a_time = max(_TOKENS_AT_A_TIME // phase.tokens, 1)
     if metrics := make_evaluate(phase, mesh, rows_at_a_time)(params):
         return step, phase.objective.summarize(metrics)
-    raise UserError(f"{phase_config.rows} has no held-out rows: pass others as --rows")
+    raise UserError(
+        f"{phase_config.rows} has no held-out rows: prepare them with --heldout-fraction, or pass --rows"
+    )
