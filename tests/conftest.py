@@ -40,10 +40,9 @@ hypothesis.settings.load_profile("fixed")
 
 # The slowest test files, which only `make test-all` runs: first, so that no worker starts one of them last.
 LONGEST = (
-    "train", "goldens", "finetune_runs", "storage", "finetuning", "checkpoint", "distributed", "electra", "families",
-    "lora", "architectures", "guard", "distillation", "convert", "sweep", "step_program", "convert_refused",
-    "fuzz", "continued", "profile", "show_rows", "launch", "sentence_encoders", "contrastive", "preflight", "beam",
-    "launch_tpu",
+    "storage", "train", "finetune_runs", "checkpoint", "goldens", "finetuning", "electra", "families", "guard",
+    "architectures", "convert", "sweep", "distributed", "lora", "continued", "fuzz", "profile", "distillation",
+    "step_program", "launch", "convert_refused", "sentence_encoders", "contrastive", "preflight", "beam", "launch_tpu",
 )  # fmt: skip
 
 
