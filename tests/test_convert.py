@@ -248,7 +248,7 @@ def test_safetensors_files_are_deterministic(tmp_path):
         np.testing.assert_array_equal(opened.get_tensor("a"), tensors["a"])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SHAPES, st.integers(1, 16), PARTS)
 def test_export_then_import_is_bitwise_identical(tmp_path_factory, shape, multiple, parts):
     size = shape.pop("size")

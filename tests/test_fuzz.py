@@ -555,7 +555,7 @@ keys = st.one_of(
 )
 
 
-@settings(max_examples=60 * SOAK, deadline=None)
+@settings(max_examples=40 * SOAK, deadline=None)
 @given(
     st.sampled_from(["pretrain.py:mini", "table.py"]),
     st.lists(st.tuples(keys, values), min_size=1, max_size=3),
@@ -629,7 +629,7 @@ def valid_paths(corpus, rows, checkpoints, tmp_path_factory):
     return {"text": text, "vocab": rows() / "vocab.txt", "rows": rows(), "model": model}
 
 
-@settings(max_examples=90 * SOAK, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=50 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(st.data())
 def test_any_command_line_ends_in_one_line(
     odd_paths, valid_paths, folder, monkeypatch, capsys, data

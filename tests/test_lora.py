@@ -209,7 +209,8 @@ def test_run_learns_and_saves_a_merged_model(tmp_path):
         for argument in tasks.arguments(data, tmp_path / "run", *changes, init=tmp_path / "base")
         if not argument.startswith(("--config.model.", "--config.optim"))
     ]
-    assert cli.main([*ours, "--config.optim.learning_rate=2e-2"]) == 0
+    settings = ("optim.learning_rate=2e-2", "evaluate_every_steps=50")
+    assert cli.main([*ours, *(f"--config.{setting}" for setting in settings)]) == 0
     run = tmp_path / "run"
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["dev"]["accuracy"] > 0.9
