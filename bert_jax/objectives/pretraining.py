@@ -49,7 +49,7 @@ def make_phases(
     model = config.model
     if not (model.masked_lm or model.electra.generator_hidden) or model.head.kind:
         raise UserError(
-            "config.model: pretraining needs head='' and masked_lm=True, or generator_hidden above 0 "
+            "config.model: pretraining needs head.kind='' and masked_lm=True, or electra.generator_hidden above 0 "
             "(ELECTRA)"
         )
     if model.electra.replaced_token and not model.electra.generator_hidden and objective is None:
