@@ -119,7 +119,7 @@ def compiled_cost(
     return StepCost(
         memory,
         program.matrix_flops + kernel_flops,
-        program.traffic_bytes,
+        float(program.traffic_bytes),
         program.collectives,
         compile_seconds=seconds,
         cost_analysis_flops=(compiled.cost_analysis() or {}).get("flops"),
