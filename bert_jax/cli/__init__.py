@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     saved, or object storage does not answer. 130: interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments == ["--version"]:
+    if arguments[:1] == ["--version"]:
         print(_versions())
         return 0
     options = parse(arguments)

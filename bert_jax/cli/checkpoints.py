@@ -35,7 +35,11 @@ from bert_jax.errors import UserError
         help="import without this part of the source, with fewer tokens than embeddings, or without added "
         "tokens that are not supported; may be repeated",
     ),
-    repeatable("--allow-unexpected", "PATTERN", "skip tensors or modules whose names match"),
+    repeatable(
+        "--allow-unexpected",
+        "PATTERN",
+        "skip tensors or modules whose names match (* is a wildcard)",
+    ),
     platform="",
 )
 def _import(options) -> None:
@@ -99,7 +103,9 @@ def _extend_vocab(options) -> None:
     *MODEL,
     option("--out", "DIR", "new folder for the files (may be left out with --push)"),
     option(
-        "--push", "OWNER/MODEL", "push to this model on the Hugging Face Hub, after `hf auth login`"
+        "--push",
+        "OWNER/MODEL",
+        "push to this model on the Hugging Face Hub, created if necessary, after `hf auth login`",
     ),
     flag("--private", "with --push: the model is private"),
     option("--revision", "BRANCH", "branch for --push (default main)"),

@@ -24,9 +24,8 @@ Argument = Callable[[argparse.ArgumentParser], Any]
 class Verb(NamedTuple):
     """A verb. Its help is the docstring of `run`: what it does in a sentence, and examples."""
 
-    run: Callable[
-        [Any], int | None
-    ]  # function of the parsed arguments, which returns the exit status
+    # Function of the parsed arguments, which returns the exit status.
+    run: Callable[[Any], int | None]
     arguments: tuple[Argument, ...]
     # Platform on which it starts JAX (`device.start`); None if it does not need JAX, or starts it itself.
     platform: str | None
@@ -41,7 +40,7 @@ class Verb(NamedTuple):
         summary, _, example = inspect.cleandoc(self.run.__doc__ or "").partition("\n\n")
         parser = add_parser(
             self.run.__name__.strip("_").replace("_", "-"),
-            help=summary[0].lower() + summary[1:].rstrip("."),
+            help=summary[:1].lower() + summary[1:].rstrip("."),
             description=summary,
             epilog="example:\n" + textwrap.indent(example, "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -185,8 +184,9 @@ def load_config(options: argparse.Namespace) -> Any:
 
 def check_local(options: argparse.Namespace) -> None:
     """Check that the folders of a sweep are not on object storage."""
-    for name in ("runs", "data"):
-        if storage.is_remote(value := getattr(options, name)):
+    data = options.data or os.environ.get("BERT_JAX_DATA", "")
+    for name, value in (("runs", options.runs), ("data", data)):
+        if storage.is_remote(value):
             raise UserError(f"--{name} {value}: a sweep needs a local or shared folder")
 
 
@@ -229,7 +229,11 @@ START = (
 )
 # Removed from the command line before argparse sees it.
 CONFIG = (
-    option("--config", "NAME[:ARG]", "a config by name (base,128 or glue:rte), or a Python file"),
+    option(
+        "--config",
+        "NAME[:ARG]",
+        "a config by name (base,128 or glue:rte), or a Python file with get_config",
+    ),
     option("--config.KEY", "VALUE", "override a setting (see bert_jax/config)", dest="_"),
 )
 WORKDIR = option("--workdir", "DIR", "folder of the run", required=True)

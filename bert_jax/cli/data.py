@@ -60,7 +60,7 @@ def _vocab(options) -> None:
     ),
     number("--passes", 1, "passes over the text; sentence pairs are resampled in each"),
     number("--seed", 0, "random seed"),
-    number("--heldout-fraction", 0.01, "fraction of tokens to hold out"),
+    number("--heldout-fraction", 0.01, "fraction of tokens to hold out, in whole documents"),
     argument(
         "--short-fraction",
         type=float,
@@ -73,7 +73,7 @@ def _vocab(options) -> None:
     choice(
         "--runner",
         "local beam",
-        "local processes, or Apache Beam, whose workers have the same paths",
+        "local processes, or Apache Beam, whose workers have the same paths; both write the same bytes",
     ),
     repeatable("--beam", "NAME=VALUE", "a Beam pipeline option, such as runner=FlinkRunner"),
 )

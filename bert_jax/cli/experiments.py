@@ -23,11 +23,17 @@ _DATA = "$BERT_JAX_DATA"
 
 
 @verb(
-    option("file", "SWEEP", "a sweep.py or its folder; with --grid, a folder to write", nargs="?"),
+    option(
+        "file",
+        "SWEEP",
+        "a sweep.py or its folder; with --grid, a folder to write (default sweeps/KEYS)",
+        nargs="?",
+    ),
     repeatable(
         "--grid",
         "KEY=V,V,…",
-        "values of a config key, or of `model`: sweep the command after -- over them",
+        "values of a config key, or of `model`: sweep the command after --, pretrain or finetune, over all "
+        "combinations",
     ),
     argument("--scale", choices=("small", "paper"), help="default small, or paper with --init"),
     option("--data", "DIR", "folder of texts and tasks (default: $BERT_JAX_DATA)", default=""),
@@ -41,7 +47,7 @@ _DATA = "$BERT_JAX_DATA"
     choice(
         "--on",
         "local tpu-vm gke slurm sky",
-        "engine, whose machines have the data and --runs under the same paths",
+        "engine of pretrain and finetune, whose machines have the data and --runs under the same paths",
     ),
     repeatable("--launch", "ARG", "argument for `bert-jax launch`"),
     flag("--resubmit", "queue unfinished jobs again"),

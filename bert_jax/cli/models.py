@@ -212,7 +212,7 @@ def _fill_mask(options) -> None:
     option(
         "--out",
         "FILE",
-        "page (.html) or image (.png, .svg, .pdf); the other has the same name",
+        "page (.html, default %(default)s), with a .png of the same name; or an image (.png, .svg, .pdf)",
         default="attention.html",
     ),
     platform="",
@@ -249,7 +249,8 @@ def _vectors(*poolings: str) -> tuple[Argument, ...]:
         option(
             "--layers",
             "WHICH",
-            "last (default), second-to-last, last4, all, embeddings, or numbers such as -4,-1",
+            "last (default), second-to-last, last4, all, embeddings, or numbers: 0 is the embeddings, "
+            "--layers=-4,-1 joins the last layer and the fourth from the end",
         ),
         argument("--tokens", type=int, help="maximum tokens per text (default: all positions)"),
         argument("--prompt", help="put before every text (default: that of a sentence encoder)"),
@@ -273,7 +274,7 @@ def _encoder(options, **settings: Any) -> Any:
     *MODEL,
     option("--out", "FILE", ".npy, .jsonl or .parquet", required=True),
     *_vectors("mean", "cls", "none"),
-    option("--weights", "W,W,…", "sum the layers with these weights"),
+    option("--weights", "W,W,…", "sum the layers with these weights, one per layer"),
     argument("--normalize", action=argparse.BooleanOptionalAction, help="scale to unit length"),
     choice("--long", "truncate window", "truncate longer texts, or compute overlapping windows"),
     option("--overlap", "TOKENS", "overlap of windows (default 64)", type=int),

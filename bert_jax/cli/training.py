@@ -26,7 +26,11 @@ _RUN = (
     *CONFIG,
     WORKDIR,
     choice("--resume", "auto force", "force: resume even if the config differs from the run's"),
-    option("--teacher", "DIR", "distill this model (config.distill.teacher)"),
+    option(
+        "--teacher",
+        "DIR",
+        "distill a run, an imported checkpoint, or a Hugging Face folder or name",
+    ),
     flag("--json", "print metrics as JSON lines to standard output, all else to standard error"),
 )
 
@@ -47,7 +51,11 @@ def _start(options) -> Any:
 @verb(
     repeatable("--rows", "DIR", "rows of each phase, in order"),
     *START,
-    option("--cache", "DIR", "folder for copies of rows on object storage"),
+    option(
+        "--cache",
+        "DIR",
+        "folder for copies of rows on object storage (default ~/.cache/bert_jax_storage)",
+    ),
     *_RUN,
 )
 def _pretrain(options) -> None:
@@ -90,7 +98,7 @@ def _pretrain(options) -> None:
     option(
         "--init",
         "DIR",
-        "a run, a checkpoint, a Hugging Face folder or name, or none",
+        "a run, a checkpoint, a Hugging Face folder or name, or none for random parameters",
         required=True,
     ),
     CHECKPOINT,
@@ -158,7 +166,10 @@ def _evaluate(options) -> None:
         from bert_jax.inference import predict
 
         if options.rows or options.all:
-            raise UserError(f"--rows and --all: {options.workdir} is not a pretraining run")
+            raise UserError(
+                f"--rows and --all: {options.workdir} is not a pretraining run: leave them out; a fine-tuning "
+                "run is evaluated on all data of its task"
+            )
         summary = predict.evaluate_run(options.workdir, which=options.checkpoint)
         print(json.dumps(summary) if options.json else predict.format_metrics(summary))
         return

@@ -136,12 +136,11 @@ class Bert(nn.Module):
         if c.head.features:
             selected = [jax.lax.stop_gradient(states[i]) for i in c.feature_layers]
             is_weighted = c.head.features.startswith("weighted-")
-            mix = (
-                ScalarMix(name="features")
+            hidden = (
+                ScalarMix(name="features")(selected)
                 if is_weighted
-                else functools.partial(jnp.concatenate, axis=-1)
+                else jnp.concatenate(selected, axis=-1)
             )
-            hidden = mix(selected)
         if c.head.lstm_layers:
             hidden = BiLSTM(c, name="lstm")(hidden, layout.segment_ids)
         if HEADS[c.head.kind].pooled:
@@ -149,7 +148,7 @@ class Bert(nn.Module):
                 hidden = pool_tokens(hidden, layout, "mean").astype(hidden.dtype)
             else:
                 hidden = one_hot_gather(hidden, first_tokens(c, layout))
-            if c.head.layer == "pooler" and not (c.head.features or c.head.lstm_layers):
+            if c.head.layer == "pooler" and c.head.reads_encoder:
                 hidden = self._pool(pooler, hidden)
         if c.has_head_transform:
             hidden = HeadTransform(c, name="head")(hidden)

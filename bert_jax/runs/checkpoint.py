@@ -23,7 +23,7 @@ from bert_jax.config.model import LoraConfig
 from bert_jax.config.schema import CheckpointConfig, TrainConfig
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Params, shapes
+from bert_jax.model.bert import Params, flatten, shapes
 from bert_jax.model.layers import merge_lora
 from bert_jax.runs import manifests, workdir
 from bert_jax.storage import files
@@ -45,7 +45,7 @@ _COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 
 
 class _StepNames(ocp.path.step.NameFormat[ocp.path.step.Metadata]):
-    """Orbax's interface to the names of steps' folders (see `_STEP`)."""
+    """Orbax's interface to the names of steps' folders (see `manifests`)."""
 
     def __init__(self, folder: pathlib.Path, owner: str):
         self._folder, self._owner = folder, owner
@@ -345,6 +345,13 @@ class Checkpoints:
         with self._errors(f"restore step {step} from"):
             self._manager.wait_until_finished()  # it may still be saved
             restored = self._manager.restore(step, args=args)
+        # Of a part, Orbax returns the shape of what the checkpoint lacks.
+        found = flatten(restored[PARAMS])
+        if absent := [path for path, x in found.items() if isinstance(x, jax.ShapeDtypeStruct)]:
+            raise UserError(
+                f"the checkpoint of step {step} in {self.folder} has no {absent[0]}: config.json is of "
+                "another model; restore that file"
+            )
         return restored[PARAMS], restored.get(TRAINING)
 
     def best_step(self) -> int:
@@ -379,16 +386,17 @@ class Checkpoints:
         except Exception as error:
             # TensorStore reports system errors and those of object storage as the text of a
             # ValueError.
-            text = " ".join(str(error).split())[:500]
+            text = " ".join(str(error).split())
             is_exhausted = "RESOURCE_EXHAUSTED" in text and "Out of memory" not in text
             if "No space left" in text or is_exhausted:
                 error = OSError(errno.ENOSPC, text)
-            what = files.format_error(error) if isinstance(error, OSError) else text
+            what = files.format_error(error) if isinstance(error, OSError) else text[:500]
             raise UserError(f"{action}: {what}") from error
 
 
 def _items(params: Params, training: Any) -> list[tuple[str, Any]]:
-    return [(PARAMS, params)] + [(TRAINING, training)] * (training is not None)
+    items = [(PARAMS, params), (TRAINING, training)]
+    return items if training is not None else items[:1]
 
 
 def abstract(tree: Any, sharding: Any) -> Any:

@@ -373,7 +373,8 @@ def write_or_check_config(
             ("teacher", "its teacher had other parameters"),
             ("start", "it began from another checkpoint (--init)"),
         ):
-            if [rows.get(key) for rows in saved_data] != [rows.get(key) for rows in data]:
+            both = zip(saved_data, data, strict=False)
+            if any(saved.get(key) != rows.get(key) for saved, rows in both):
                 differ.append(problem)
         if differ and not force:
             raise UserError(

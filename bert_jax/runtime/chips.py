@@ -20,9 +20,8 @@ class Chip(NamedTuple):
     devices: int = 1  # JAX devices per chip
     # Measured fraction of the peak in training, with FLOPs by `flops_per_row`, and where it was measured.
     utilization: tuple[float, str] | None = None
-    tpu_vm: tuple[str, str] | None = (
-        None  # gcloud's accelerator type, and the version of the VM's software
-    )
+    # gcloud's accelerator type, and the version of the VM's software.
+    tpu_vm: tuple[str, str] | None = None
     gke: str = ""  # value of the label `gke-tpu-accelerator` of GKE's nodes
     most_on_vm: int = 4  # number of chips of a slice that has one VM; VMs of other slices have four
 
@@ -45,25 +44,16 @@ ASSUMED_UTILIZATION = (0.28, "this project, base, T=128, on one H100 (experiment
 
 _GIB = 2**30
 _CLOUD = "docs.cloud.google.com/tpu/docs"
-# FLOP/s, bytes of memory, and bytes/s of main memory, of a link, and of the network (see `Chip`).
 # Memory of TPUs is what libtpu's compiler reports as available (0.0.42; 0.0.50 for TPU7x). Link
 # bandwidth is the chip's total divided by its number of links, and by 2 if given for both ways.
-_RATES = {
-    "v4": (275e12, int(30.75 * _GIB), 1200e9, 50e9, 0.0),
-    "v5e": (197e12, int(15.75 * _GIB), 819e9, 50e9, 3.125e9),
-    "v5p": (459e12, int(95.74 * _GIB), 2765e9, 100e9, 6.25e9),
-    "v6e": (918e12, int(31.25 * _GIB), 1638e9, 100e9, 12.5e9),
-    "tpu7x": (2307e12 / 2, int(94.74 * _GIB), 7380e9 / 2, 50e9, 6.25e9),
-    "a100": (312e12, 80 * 10**9, 2039e9, 300e9, 25e9),
-    "h100": (989e12, 80 * 10**9, 3350e9, 450e9, 50e9),
-    "h200": (989e12, 141 * 10**9, 4800e9, 450e9, 50e9),
-    "b200": (2250e12, 180 * 10**9, 8000e9, 900e9, 50e9),
-    "l4": (121e12, 24 * 10**9, 300e9, 32e9, 1.5625e9),
-}
 CHIPS = {
     "v4": Chip(
         ("TPU v4",),
-        *_RATES["v4"],
+        flops=275e12,
+        memory_bytes=int(30.75 * _GIB),
+        memory_bandwidth=1200e9,
+        link_bandwidth=50e9,
+        network_bandwidth=0.0,
         source=f"{_CLOUD}/v4; links: Jouppi et al., arXiv 2304.01964, table 4",
         example="v4:2x2x1",
         axes=3,
@@ -72,7 +62,11 @@ CHIPS = {
     ),
     "v5e": Chip(
         ("TPU v5 lite", "TPU v5e"),
-        *_RATES["v5e"],
+        flops=197e12,
+        memory_bytes=int(15.75 * _GIB),
+        memory_bandwidth=819e9,
+        link_bandwidth=50e9,
+        network_bandwidth=3.125e9,
         source=f"{_CLOUD}/v5e: 400 GB/s both ways over 4 links; 6.4 Tbit/s a pod of 256 between slices",
         example="v5e:4x4",
         axes=2,
@@ -82,7 +76,11 @@ CHIPS = {
     ),
     "v5p": Chip(
         ("TPU v5", "TPU v5p"),
-        *_RATES["v5p"],
+        flops=459e12,
+        memory_bytes=int(95.74 * _GIB),
+        memory_bandwidth=2765e9,
+        link_bandwidth=100e9,
+        network_bandwidth=6.25e9,
         source=f"{_CLOUD}/v5p: 1,200 GB/s both ways over 6 links; 50 Gbit/s between slices",
         example="v5p:4x4x4",
         axes=3,
@@ -91,7 +89,11 @@ CHIPS = {
     ),
     "v6e": Chip(
         ("TPU v6 lite", "TPU v6e"),
-        *_RATES["v6e"],
+        flops=918e12,
+        memory_bytes=int(31.25 * _GIB),
+        memory_bandwidth=1638e9,
+        link_bandwidth=100e9,
+        network_bandwidth=12.5e9,
         source=f"{_CLOUD}/v6e: 800 GB/s both ways over 4 links; 4 x 200 Gbit/s a host of 8 between slices",
         example="v6e:16x16",
         axes=2,
@@ -101,7 +103,11 @@ CHIPS = {
     ),
     "tpu7x": Chip(
         ("TPU7x",),
-        *_RATES["tpu7x"],
+        flops=2307e12 / 2,
+        memory_bytes=int(94.74 * _GIB),
+        memory_bandwidth=7380e9 / 2,
+        link_bandwidth=50e9,
+        network_bandwidth=6.25e9,
         source=f"{_CLOUD}/tpu7x: two devices a chip; a chip has 2,307 TFLOP/s, 7,380 GB/s, 1,200 GB/s "
         "both ways over 6 links, and 100 Gbit/s between slices",
         example="tpu7x:2x2x1",
@@ -111,33 +117,53 @@ CHIPS = {
     ),
     "a100": Chip(
         ("NVIDIA A100-SXM4-80GB",),
-        *_RATES["a100"],
+        flops=312e12,
+        memory_bytes=80 * 10**9,
+        memory_bandwidth=2039e9,
+        link_bandwidth=300e9,
+        network_bandwidth=25e9,
         source="NVIDIA A100 80GB SXM data sheet; DGX A100: 8 x 200 Gbit/s a node",
         example="a100:64",
         utilization=(0.45, "BERT-large, T=128, on one A100 (NVIDIA DeepLearningExamples)"),
     ),
     "h100": Chip(
         ("NVIDIA H100 80GB HBM3",),
-        *_RATES["h100"],
+        flops=989e12,
+        memory_bytes=80 * 10**9,
+        memory_bandwidth=3350e9,
+        link_bandwidth=450e9,
+        network_bandwidth=50e9,
         source="NVIDIA H100 SXM data sheet; DGX H100: 8 x 400 Gbit/s a node",
         example="h100:8",
         utilization=ASSUMED_UTILIZATION,
     ),
     "h200": Chip(
         ("NVIDIA H200",),
-        *_RATES["h200"],
+        flops=989e12,
+        memory_bytes=141 * 10**9,
+        memory_bandwidth=4800e9,
+        link_bandwidth=450e9,
+        network_bandwidth=50e9,
         source="NVIDIA H200 SXM data sheet; DGX H200: 8 x 400 Gbit/s a node",
         example="h200:16",
     ),
     "b200": Chip(
         ("NVIDIA B200",),
-        *_RATES["b200"],
+        flops=2250e12,
+        memory_bytes=180 * 10**9,
+        memory_bandwidth=8000e9,
+        link_bandwidth=900e9,
+        network_bandwidth=50e9,
         source="NVIDIA HGX B200 data sheet, without sparsity; DGX B200: 8 x 400 Gbit/s a node",
         example="b200:8",
     ),
     "l4": Chip(
         ("NVIDIA L4",),
-        *_RATES["l4"],
+        flops=121e12,
+        memory_bytes=24 * 10**9,
+        memory_bandwidth=300e9,
+        link_bandwidth=32e9,
+        network_bandwidth=1.5625e9,
         source="NVIDIA L4 data sheet, without sparsity; PCIe 4.0 x16; g2-standard-96: 8 a node, 100 Gbit/s",
         example="l4:8",
     ),

@@ -199,7 +199,10 @@ def check_same_on_all_processes(settings: dict[str, Any]) -> None:
                 if first.get(key) != other.get(key)
             ]
             text = "; ".join(differ)[:500]
-            raise UserError(f"processes 0 and {process} differ ({text}): start all alike")
+            raise UserError(
+                f"processes 0 and {process} differ ({text}): start all "
+                "with the same command and the same versions"
+            )
 
 
 def _is_collective_error(error: BaseException) -> bool:

@@ -97,9 +97,9 @@ def mesh_line(mesh: Mesh) -> str:
     """Return one line about the devices and how they are used."""
     devices = list(mesh.devices.flat)
     slices = len({slice_of(d) for d in devices})
-    count = f"{len(devices)} device{'s' * (len(devices) > 1)}" + f" in {slices} slices" * (
-        slices > 1
-    )
+    count = f"{len(devices)} device{'s' * (len(devices) > 1)}"
+    if slices > 1:
+        count += f" in {slices} slices"
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"{count} ({devices[0].device_kind}), mesh {axes}"
 

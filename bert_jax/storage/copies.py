@@ -221,8 +221,10 @@ def output(path: str | os.PathLike, new: bool = False, resumable: bool = False) 
     copy = copy_of(url, "outputs")
     with files.lock_folder(copy.parent):
         if not resumable:
-            shutil.rmtree(copy, ignore_errors=True)
-            copy.unlink(missing_ok=True)
+            if copy.is_dir():
+                shutil.rmtree(copy)
+            else:
+                copy.unlink(missing_ok=True)
         description, finished = copy / "manifest.json", b""
         # The description that a call that failed has read from the storage, which may be gone.
         downloaded = copy.parent / ".downloaded"

@@ -1,6 +1,5 @@
 """Atomic writes of files and folders, durability, checksums and locks."""
 
-import collections
 import contextlib
 import errno
 import fcntl
@@ -159,7 +158,8 @@ def crc32c(path: str | os.PathLike) -> str:
     """Return the CRC-32C of a file in hexadecimal; processors have instructions for it."""
     crc = google_crc32c.Checksum()
     with open(path, "rb") as file:
-        collections.deque(crc.consume(file, _CHUNK_BYTES), 0)
+        for _ in crc.consume(file, _CHUNK_BYTES):
+            pass
     return crc.digest().hex()
 
 

@@ -26,20 +26,29 @@ _SCHEMES = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}
 DESCRIPTIONS = ("manifest.json", "config.json", "vocab.txt")
 _THREADS = 16
 # Libraries whose exceptions report failures of the storage or the network.
-_LIBRARIES = "aiobotocore aiohttp botocore fsspec gcsfs google requests s3fs urllib3".split()
-_LIBRARIES.append("json")  # an answer was cut off
+_LIBRARIES = (
+    "aiobotocore",
+    "aiohttp",
+    "botocore",
+    "fsspec",
+    "gcsfs",
+    "google",
+    "json",  # an answer was cut off
+    "requests",
+    "s3fs",
+    "urllib3",
+)
 # How the `ValueError`s begin that gcsfs raises for responses of status 400.
 _INVALID_REQUESTS = ("Bad Request: ", "Bucket is requester pays")
 # What a failed request means, by HTTP status or TensorStore's status code; others are temporary.
 _DENIED = {401, 403, "PERMISSION_DENIED", "UNAUTHENTICATED"}
-_REFUSED = {
-    *{*range(400, 500)} - {401, 403, 408, 429},
-    *"FAILED_PRECONDITION INVALID_ARGUMENT NOT_FOUND OUT_OF_RANGE UNIMPLEMENTED".split(),
-}
+_REFUSED = {*range(400, 500)} - {401, 403, 408, 429} | {
+    "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "UNIMPLEMENTED"
+}  # fmt: skip
 _TEMPORARY = {
-    *"ABORTED CANCELLED DATA_LOSS DEADLINE_EXCEEDED INTERNAL".split(),
-    *"RESOURCE_EXHAUSTED UNAVAILABLE UNKNOWN".split(),
-}
+    "ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE",
+    "UNKNOWN"
+}  # fmt: skip
 # A request of N bytes may take this long, plus N bytes at the rate of a slow connection shared by 16.
 _DEADLINE_SECONDS, _SLOW_BYTES_PER_SECOND = 30.0, 10_000
 _PARTS_BYTES = 5 << 20  # from which gcsfs and s3fs upload in parts
@@ -70,7 +79,10 @@ def check(arguments: Iterable[str]) -> None:
             continue
         scheme, path = url.groups()
         if scheme not in _SCHEMES:
-            raise UserError(f"{scheme}://{path}: paths are local, gs://… or s3://…")
+            raise UserError(
+                f"{scheme}://{path}: paths are local, gs://… or s3://…; "
+                "mount other storage as a folder"
+            )
         if not path.partition("/")[0]:
             raise UserError(f"{scheme}://{path}: a bucket is missing; write {scheme}://BUCKET/PATH")
         filesystem(scheme)
@@ -162,12 +174,12 @@ def errors_of(action: str) -> Iterator[None]:
 
 def _request(method: str, url: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
     """Call a method of the file system of a URL, with a deadline for the transfer of `size` bytes."""
-    call = getattr(filesystem(url.partition("://")[0]), method)
     seconds = size / _SLOW_BYTES_PER_SECOND
     timer = threading.Timer(_QUIET_SECONDS + seconds, _say_quiet, [url])
     timer.daemon = True
     timer.start()
     try:
+        call = getattr(filesystem(url.partition("://")[0]), method)
         return call(*arguments, timeout=_DEADLINE_SECONDS + seconds, **options)
     finally:
         timer.cancel()

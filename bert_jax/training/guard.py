@@ -38,9 +38,8 @@ class LossHistory(NamedTuple):
 class StepStats(NamedTuple):
     """Statistics of a step."""
 
-    is_bad: Bool[
-        Array, ""
-    ]  # whether it must not update the parameters: it is skipped or stops the run
+    # Whether it must not update the parameters: it is skipped or stops the run.
+    is_bad: Bool[Array, ""]
     stops: Bool[Array, ""]  # whether it, or a step before it, stops the run
     loss_and_grad_norm: Float[Array, "2"]
     norms: dict[str, Float[Array, ""]]  # gradient norm by layer

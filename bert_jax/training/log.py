@@ -73,9 +73,8 @@ class Log:
 
     def __exit__(self, kind: type[BaseException] | None, *error) -> None:
         with contextlib.ExitStack() as stack:
-            if (
-                kind
-            ):  # on a full disk closing fails too, which must not hide the error that ended the run
+            # On a full disk closing fails too, which must not hide the error that ended the run.
+            if kind:
                 stack.enter_context(contextlib.suppress(UserError))
             for file in self._files:  # closes all of them, whatever fails
                 stack.callback(file.close)
@@ -208,7 +207,8 @@ class Log:
                 del self._trackers[name]
                 text = " ".join(str(error).split())[:200]
                 self._progress.say(
-                    f"warning: config.trackers: {name} failed and is left out ({text})"
+                    f"warning: config.trackers: {name} failed ({text}) and gets no more metrics until the "
+                    "run resumes; metrics.jsonl has all"
                 )
 
 
@@ -267,13 +267,13 @@ class _Board:
 
     _errors = files.one_line_errors("cannot write TensorBoard events")
 
-    @_errors
     def __init__(self, folder: pathlib.Path, step: int):
         self._library, self._synced = _tensorboardx(), time.monotonic()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._events = self._library.event_file_writer.EventsWriter(str(folder / "events"))
-        session = self._library.proto.event_pb2.SessionLog
-        self._write(step=step + 1, session_log=session(status=session.START))
+        with files.one_line_errors(f"cannot write {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._events = self._library.event_file_writer.EventsWriter(str(folder / "events"))
+            session = self._library.proto.event_pb2.SessionLog
+            self._write(step=step + 1, session_log=session(status=session.START))
 
     def _write(self, **fields: Any) -> None:
         event = self._library.proto.event_pb2.Event(wall_time=time.time(), **fields)

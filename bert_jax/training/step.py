@@ -125,7 +125,7 @@ def compile_step(config: TrainConfig, phase: Phase, mesh: sharding.Mesh, state: 
             *2 * (sharding.replicated(mesh),),
         ),
     )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), device.no_garbage_collection():
         compiled = step.lower(state, batch).compile()
     if memory := compiled.memory_analysis():
         device.limit_malloc_retention(memory.temp_size_in_bytes)

@@ -44,6 +44,7 @@ def start_lines(
         if "init" in data[0]:
             yield from map(with_user_paths, warm_start.describe_start(data[0]["init"]))
         epochs = _epochs(phases, data)
+        epochs = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
         different = {rows["digest"]: rows for rows in data}.values()  # phases may share rows
         train, tokens, heldout = (
             sum(rows[split][key] for rows in different)
@@ -51,7 +52,7 @@ def start_lines(
         )
         yield (
             f"data: {train:,} rows with {tokens:,} real tokens, "
-            f"{epochs:,.1f} epochs; {heldout:,} rows held out"
+            f"{epochs} epochs; {heldout:,} rows held out"
         )
     sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
     yield (

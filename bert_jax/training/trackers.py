@@ -47,7 +47,8 @@ def open_trackers(
     settings = {**flatten(config), "devices": devices}
     trackers = {}
     for name in config.trackers:
-        os.environ.update({**_LIMITS, **os.environ})
+        for variable, value in _LIMITS.items():
+            os.environ.setdefault(variable, value)
         try:
             trackers[name] = makers[name](settings, folder, run)
         except ImportError as error:
