@@ -29,6 +29,7 @@ from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
 from tests.helpers import processes
+from tests.helpers.checkpoints import WORDS, error_of, random_params, small_config, write_run
 from tests.helpers.runs import (
     ONE_DEVICE,
     VOCABULARY,
@@ -559,3 +560,12 @@ def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):
     assert steps(tmp_path / "done" / "checkpoints") == list(range(2, 41, 2))
     assert f"cannot use the folder {folder}: the file system is read-only" in output[-1]
     assert cli.main(["evaluate", "--workdir", str(tmp_path / "done"), "--json"]) == 0
+
+
+def test_checkpoint_without_parameters_of_the_model_is_refused(tmp_path):
+    """As after a config.json of another model was copied into the run."""
+    config = small_config()
+    params = random_params(config)
+    del params["pooler"]
+    run = write_run(tmp_path / "run", config, params, WORDS)
+    assert "pooler/" in error_of(checkpoint.load_model, run)

@@ -200,11 +200,14 @@ def test_unusual_sources_are_read_or_refused_in_one_line(hf_folder, tmp_path, mo
     assert "damaged" in refusal(tmp_path / "z.zip")
 
 
-def test_damaged_safetensors_error_names_the_file(hf_folder, run_folder, tmp_path):
+def test_damaged_safetensors_error_names_file_and_tensor(hf_folder, run_folder, tmp_path):
     path = hf_folder / "model.safetensors"
     data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    header.pop("__metadata__")
+    last = max(header, key=lambda name: header[name]["data_offsets"])
     path.write_bytes(data[:-1])
-    assert "model.safetensors is damaged" in refusal(hf_folder)
+    assert f"model.safetensors is damaged: truncated in {last}" in refusal(hf_folder)
     for content in (data[:50], b""):
         path.write_bytes(content)
         assert "model.safetensors" in refusal(hf_folder)

@@ -307,7 +307,7 @@ def test_invalid_commands_are_rejected(run, data, tmp_path, capsys):
         ([*argv, "--vocab", ""], "--init none"),
         ([*arguments(data, tmp_path / "w", init=run), "--vocab", data / "vocab"], "--vocab"),
         (arguments(data, run, options=("--seeds", "2")), "a run of one seed"),
-        (arguments(data, tmp_path / "s"), "--seeds"),
+        (arguments(data, tmp_path / "s"), "seed_4"),
         (["evaluate", "--workdir", run, "--all"], "--all"),
         ([*score, "--null-odds", "x"], "--null-odds"),
         ([score[0], "glue:xyz", *score[2:]], "glue:xyz"),

@@ -566,9 +566,26 @@ def test_altered_rows_are_detected(url, rows, cache):
         loader.RowDataset(url, "train")
 
 
+@pytest.mark.parametrize("place", ["record", "index"])
+def test_damaged_copies_of_rows_are_replaced(remote_rows, rows, cache, place):
+    near = loader.RowDataset(rows(), "train")
+    loader.RowDataset(remote_rows, "train", pytest.fail).verify()
+    path = next(cache.rglob(near._shards[0].name))
+    content = bytearray(path.read_bytes())
+    if place == "record":
+        content[content.index(near._records([3])[0]) + 5] ^= 1
+    else:
+        content[-(64 << 10) : -(64 << 10) + 64] = bytes(64)
+    path.chmod(0o644)
+    path.write_bytes(content)
+    far = loader.RowDataset(remote_rows, "train", pytest.fail).read([2, 3])
+    np.testing.assert_array_equal(far["tokens"], near.read([2, 3])["tokens"])
+    assert path.read_bytes() != content
+
+
 def test_rows_in_use_stay_in_the_bounded_cache(remote_rows, cache, monkeypatch):
     opened = loader.RowDataset(remote_rows, "train")
-    opened.read(range(len(opened)))
+    opened.verify()  # as before the first step of a run
     size = sum(shard.bytes for shard in opened._shards)
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", str(1.5 * size / 1e9))
     other, old = cache / "rows" / "other", cache / "rows" / "old"

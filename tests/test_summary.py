@@ -65,7 +65,7 @@ def test_likely_mistakes_give_a_warning(settings, data, key):
 def test_rows_of_several_phases_count_once(tmp_path):
     settings, mesh = config(lengths=2), sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     lines = summary.start_lines(settings, mesh, phases(settings), [rows()] * 2, {}, tmp_path)
-    assert any("800 rows with 25,600 real tokens, 10.0 epochs" in line for line in lines)
+    assert any("800 rows with 25,600 real tokens, 10 epochs" in line for line in lines)
 
 
 def test_resuming_with_other_versions_or_devices_gives_a_warning(tmp_path):

@@ -34,7 +34,8 @@ HEADS = {
 FEATURES = ("", "embeddings", "second-to-last", "last", "weighted-last4", "last4", "weighted-all")
 
 
-@dataclasses.dataclass
+# Slots, so that a config file cannot set a field that does not exist.
+@dataclasses.dataclass(slots=True)
 class LoraConfig:
     """Low-rank adapters of dense layers (LoRA, Hu et al., arXiv 2106.09685), for fine-tuning.
 
@@ -55,7 +56,7 @@ class LoraConfig:
 LORA_TARGETS = ("query", "key", "value", "intermediate", "output")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class LocalAttentionConfig:
     """Attention to neighboring tokens in some of the layers, as in ModernBERT."""
 
@@ -68,7 +69,7 @@ class LocalAttentionConfig:
     rope_theta: float = not_negative(0.0)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class NormConfig:
     """The norms of the model, and where they are."""
 
@@ -87,7 +88,7 @@ class NormConfig:
     qk: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class MupConfig:
     """Maximal update parametrization (Yang et al., arXiv 2203.03466)."""
 
@@ -98,7 +99,7 @@ class MupConfig:
     base_hidden: int = not_negative(0)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class ElectraConfig:
     """ELECTRA's discriminator and generator (Clark et al., arXiv 2003.10555, section 3)."""
 
@@ -112,7 +113,7 @@ class ElectraConfig:
     loss_weight: float = positive(50.0)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class HeadConfig:
     """The head of a fine-tuned model (Devlin et al., section 4), and what is between it and the encoder."""
 
@@ -148,7 +149,7 @@ class HeadConfig:
         return not (self.lstm_layers or self.features)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class ModelConfig:
     """The encoder and its heads. The defaults are BERT-base (Devlin et al., section 3)."""
 

@@ -234,7 +234,9 @@ class TrainConfig:
     profile_steps: tuple[int, ...] = ()
     # Where metrics are sent, besides the workdir: "wandb", "mlflow".
     trackers: tuple[str, ...] = constrained(
-        (), "'wandb', 'mlflow' or both", lambda value: {*value} <= {*TRACKERS}
+        (),
+        "'wandb', 'mlflow' or both: --config.trackers=\"'wandb','mlflow'\"",
+        lambda value: {*value} <= {*TRACKERS},
     )
     # Require this platform: "cpu", "gpu" or "tpu". "" takes the best one available.
     platform: str = one_of("", "cpu", "gpu", "tpu")

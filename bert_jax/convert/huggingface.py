@@ -366,7 +366,7 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
         and config.embedding_width != config.hidden,
         **{
             _PARTS.get(part, part): True
-            for part in parts_of(config)
+            for part in sorted(parts_of(config))
             if part not in family.parts_with(config.head.kind)
         },
     }

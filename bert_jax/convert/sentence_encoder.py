@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.resources.abc import Traversable
 from typing import Any
 
@@ -70,21 +70,22 @@ def _first_module(folder: Traversable) -> Callable[[str, Any], Any]:
     """Return a function from the name and the default of a setting of the first module to its value."""
     is_encoder = (folder / MODULES).is_file()
     file = first_file(transformer_folder(folder), CONFIGS) if is_encoder else None
-    return _settings(file)
+    return _settings(file, file.name if file else "")
 
 
-def _settings(file: Traversable | None) -> Callable[[str, Any], Any]:
+def _settings(
+    file: Traversable | Mapping[str, Any] | None, where: str
+) -> Callable[[str, Any], Any]:
     """Return a function from the name and the default of a setting in a JSON file to its value.
 
-    The value has the type of its default, which stands for null.
+    The value has the type of its default, which stands for null. `where` names the file in errors.
     """
-    settings = read_json(file)
+    settings = file if isinstance(file, Mapping) else read_json(file)
 
     def get(name: str, default: Any) -> Any:
         value = settings.get(name)
         if value is not None and type(value) is not type(default):
             kinds = {bool: "true or false", int: "a whole number", str: "text", dict: "an object"}
-            where = file.name if file else ""
             raise UserError(f"{where}: {name} is {value!r}, not {kinds[type(default)]}")
         return default if value is None else value
 
@@ -128,7 +129,8 @@ def read(folder: Traversable, positions: int, is_allowed: Callable[[str], bool])
             embed.pooling = "cls"
         elif modes and modes not in ({"mean_tokens"}, {"mean"}):
             refuse("Pooling", f"the sentence encoder pools by {', '.join(sorted(modes))}")
-        embed.include_prompt = _settings(file)("include_prompt", True)
+        where = f"{modules['Pooling']}/config.json"
+        embed.include_prompt = _settings(pooling, where)("include_prompt", True)
     setting = _first_module(folder)
     for option, usual in _SUPPORTED.items():
         if (value := setting(option, usual)) != usual:
@@ -137,13 +139,13 @@ def read(folder: Traversable, positions: int, is_allowed: Callable[[str], bool])
     saved = first_file(transformer_folder(folder), ["tokenizer_config.json"])
     length = setting("max_seq_length", 0) or read_json(saved).get("model_max_length")
     embed.tokens = length if isinstance(length, int) and 3 <= length <= positions else 0
-    default = _settings(first_file(folder, [DEFAULTS]))
+    default = _settings(first_file(folder, [DEFAULTS]), DEFAULTS)
     embed.truncate_dim = default("truncate_dim", 0)
     prompts = {"query": "", "document": ""} | default("prompts", {})
     if name := default("default_prompt_name", ""):
-        if not isinstance(prompts.get(name), str):
+        if name not in prompts:
             raise UserError(f"{DEFAULTS}: default_prompt_name is {name!r}, which is not in prompts")
-        embed.prompt = prompts[name]
+        embed.prompt = _settings(prompts, DEFAULTS)(name, "")
     return embed
 
 

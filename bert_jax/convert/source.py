@@ -49,9 +49,9 @@ class Imported(NamedTuple):
         config: config of the model, and of sentence vectors if it is a sentence encoder.
         vocabulary: the vocabulary.
         params: parameters as NumPy arrays.
-        about: provenance: source, format, official (name of the known release with these weights,
-            or None), vocabulary (likewise), sha256 (by file), left_out (names of tensors),
-            guessed_case (whether no file says if texts are lowercased).
+        about: provenance: source and format; of a conversion also official (name of the known release
+            with these weights, or None), vocabulary (likewise), sha256 (by file), left_out (names of
+            tensors), guessed_case (whether no file says if texts are lowercased).
     """
 
     config: TrainConfig

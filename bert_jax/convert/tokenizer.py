@@ -65,10 +65,7 @@ def resized(vocabulary: Vocabulary, size: int, may_pad: bool) -> Vocabulary:
     """Return the vocabulary for embeddings of `size` rows, of which the last may have no tokens."""
     missing = size - len(vocabulary)
     if missing > 0 and may_pad:
-        if not vocabulary.is_wordpiece:
-            return vocabulary.resized(size)
-        rest = tuple(f"[row{i}]" for i in range(len(vocabulary), size))
-        return dataclasses.replace(vocabulary, tokens=vocabulary.tokens + rest)
+        return vocabulary.resized(size)
     if missing:
         hint = "; if the rest are padding, add --allow-missing tokens" if missing > 0 else ""
         raise UserError(

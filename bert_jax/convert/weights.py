@@ -112,20 +112,35 @@ def _safetensors(file: Any) -> Tensors:
                     f"{shorten(unsupported)}; convert them to float32 or bfloat16"
                 )
             tensors = {name: opened.get_tensor(name) for name in types}
-            sums = dict(json.loads((opened.metadata() or {}).get("crc32c", "{}")))
+            sums = json.loads((opened.metadata() or {}).get("crc32c", "{}"))
+            if not isinstance(sums, dict):
+                raise ValueError("its checksums are not a JSON object")
     except FileNotFoundError:
         raise UserError(f"{file.name} is missing") from None
     except (safetensors.SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
-        with file.open("rb") as opened:
-            is_pointer = opened.read(8) == b"version "
-        pointer = "it is a Git LFS pointer; fetch the file with `git lfs pull`"
-        raise UserError(
-            f"{file.name} is damaged: {pointer if is_pointer else one_line(error)}"
-        ) from None
+        raise UserError(f"{file.name} is damaged: {_damage(file, error)}") from None
     for name, value in tensors.items():
         if name in sums and google_crc32c.value(value.tobytes()) != sums[name]:
             raise UserError(f"{file.name} is damaged: {name} fails its checksum")
     return tensors
+
+
+def _damage(file: pathlib.Path, error: Exception) -> str:
+    """Return what is wrong with a safetensors file: where it is cut, or the library's message."""
+    with file.open("rb") as opened:
+        data = opened.read(8)
+        if data == b"version ":
+            return "it is a Git LFS pointer; fetch the file with `git lfs pull`"
+        length, size = int.from_bytes(data, "little"), file.stat().st_size
+        if len(data) < 8 or length > size - 8:
+            return f"its header of {length:,} bytes is truncated"
+        try:
+            header = json.loads(opened.read(length))
+            ends = [(v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__"]
+            cut = min((8 + length + end, name) for end, name in ends if 8 + length + end > size)
+            return f"truncated in {cut[1]}"
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            return one_line(error)
 
 
 def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -31,6 +31,10 @@ _READER_OPTIONS, _BUFFER_BYTES = "readahead_buffer_size:0,max_parallelism:0", 40
 HELDOUT_SEED = 0  # constant, so that all runs evaluate on the same rows
 
 
+class _Unreadable(ValueError):
+    """The index of a shard is damaged, so that none of its rows can be found."""
+
+
 class RowDataset:
     """Random access to one split of a folder of rows.
 
@@ -113,9 +117,8 @@ class RowDataset:
             name = f"the shard {self._name}/{shard.name}"
             with files.one_line_errors(f"cannot read {name}"):
                 open(path, "rb").close()  # fails if too many files are open
-            raise UserError(
-                f"{name} has {rows} readable rows, but its manifest says {shard.rows}: it is damaged; "
-                "prepare the rows again"
+            raise _Unreadable(
+                f"{name} has {rows} readable rows, but its manifest says {shard.rows}: it is damaged"
             )
         return reader
 
@@ -153,6 +156,7 @@ class RowDataset:
         are skipped, an altered shard of the right size is only reported.
         """
         if self._url:
+            self._copy(list(range(len(self._shards))))
             return
         with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
             digests = pool.map(files.sha256, [self._folder / s.name for s in self._shards])
@@ -186,6 +190,16 @@ class RowDataset:
         try:
             return self._decode(self._open(number).read([record]))
         except (RuntimeError, ValueError) as error:
+            path = self._paths[number]
+            if self._url and path.name == shard.name and files.sha256(path) != shard.sha256:
+                # The copy is damaged, not the storage: copy the shard again.
+                with self._report_lock:
+                    path.unlink(missing_ok=True)
+                    self._paths.pop(number, None)
+                self._copy([number])
+                return self._read_or_skip(index)
+            if isinstance(error, _Unreadable) and self._skip is None:
+                raise UserError(f"{error}; prepare the rows again") from None
             reason = str(error).split(";")[0]
             damaged = (
                 f"record {record} of the shard {self._name}/{shard.name} is damaged ({reason})"

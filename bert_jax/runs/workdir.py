@@ -431,6 +431,11 @@ def require_same_kind(folder: pathlib.Path, seeds: int) -> None:
     """Refuse to mix a run of one seed with runs of several: both write the same metrics.json."""
     seed_configs = sorted(folder.glob("seed_*/config.json"))
     if seed_configs and seeds == 1:
-        raise UserError(f"{folder} holds runs of several seeds: add --seeds, or change --workdir")
+        raise UserError(
+            f"{folder} holds runs of several seeds ({seed_configs[0].parent.name}, …): add --seeds, or "
+            "choose another workdir"
+        )
     if seeds > 1 and (folder / "config.json").exists():
-        raise UserError(f"{folder} holds a run of one seed: change --workdir for {seeds} seeds")
+        raise UserError(
+            f"{folder} holds a run of one seed: choose another workdir for {seeds} seeds"
+        )

@@ -92,7 +92,7 @@ def part_seconds(folder: pathlib.Path, text: str, steps: int) -> tuple[float, di
     shares_of = functools.cache(lambda name: _shares(name, operations))
     module = text.split(maxsplit=2)[1].rstrip(",")  # HloModule NAME, …
     spans, waits, whole = _read(folder, module)
-    begin_end = np.array([(begin, end) for begin, end, _ in spans])
+    begin_end = np.array([(begin, end) for begin, end, _ in spans], float).reshape(-1, 2)
     times, wait, host = divide(begin_end, np.array(waits, float).reshape(-1, 2), whole)
     parts = dict.fromkeys(PARTS, 0.0) | {_WAIT: wait, _HOST: host}
     in_head = False

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bert_jax import storage
 from bert_jax.config.schema import MaskingConfig
 from bert_jax.data import rows as rows_lib
 from bert_jax.data import vocabulary_files as vocabularies
@@ -17,7 +18,10 @@ from bert_jax.errors import UserError
 from bert_jax.objectives.masking import Masker
 
 _LABELS = {IS_NEXT: "next sentence", IS_RANDOM: "random sentence", rows_lib.NO_LABEL: ""}
-_SAMPLE = 20_000  # rows whose labels are counted
+_SAMPLE, _REMOTE_SAMPLE = (
+    20_000,
+    300,
+)  # rows whose labels are counted; on storage, their shards are copied
 
 
 def summary_lines(folder: str) -> Iterator[str]:
@@ -36,7 +40,8 @@ def summary_lines(folder: str) -> Iterator[str]:
             f"{name}: {split.documents:,} documents, {split.sequences:,} sequences in "
             f"{split.rows:,} rows, {split.real_tokens:,} tokens, {split.fill_fraction:.1%} full"
         )
-        labels = RowDataset(folder, name).read(range(min(split.rows, _SAMPLE)))["label"]
+        sample = _REMOTE_SAMPLE if storage.is_remote(folder) else _SAMPLE
+        labels = RowDataset(folder, name).read(range(min(split.rows, sample)))["label"]
         known = labels[labels != rows_lib.NO_LABEL]
         if len(known):
             line += f", {np.mean(known == IS_RANDOM):.1%} of pairs random"
