@@ -198,7 +198,7 @@ class RowDataset:
                     self._paths.pop(number, None)
                 self._copy([number])
                 return self._read_or_skip(index)
-            if isinstance(error, _Unreadable) and self._skip is None:
+            if isinstance(error, _Unreadable):
                 raise UserError(f"{error}; prepare the rows again") from None
             reason = str(error).split(";")[0]
             damaged = (
