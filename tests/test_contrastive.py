@@ -138,7 +138,7 @@ def test_simcse_dropout_separates_identical_texts():
     examples = dataset.splits["train"]
     examples.tokens[1::2] = examples.tokens[::2]
     examples.a_length[1::2] = examples.a_length[::2]
-    model = ModelConfig(**{**vars(MODEL), "dropout": 0.3})
+    model = dataclasses.replace(MODEL, dropout=0.3)
     run = functools.partial(loss_and_grads, dataset, plan_of(dataset), random_params(MODEL))
     same, terms, _ = run(model=model)
     assert terms["accuracy"] == (BATCH, BATCH)
