@@ -215,8 +215,8 @@ def test_orphaned_process_of_a_killed_sweep_is_waited_for(
     process.kill()
     process.wait()
     args = SweepArgs(data=tmp_path)
-    queue = Queue(tmp_path / "runs", args, Engine(), False, print)
-    queue.add(sweep.load(file, args).points)
+    points = sweep.load(file, args).points
+    queue = Queue(points, tmp_path / "runs", args, Engine(), False, print)
     for _ in range(3):
         queue.update()
         assert queue.state == {"a": "done", "b": "waiting"}  # b's process holds the lock
@@ -252,8 +252,8 @@ def test_signals_reach_the_processes_that_a_point_has_started(method, tmp_path):
         "pathlib.Path(sys.argv[1]).write_text(f'{child.pid}\\n')\n"
         "time.sleep(600)\n"
     )
-    queue = Queue(tmp_path, SweepArgs(data=tmp_path / "d"), Engine(), False, print)
-    queue.add([Point("a", ("python", script, child))])
+    points = [Point("a", ("python", script, child))]
+    queue = Queue(points, tmp_path, SweepArgs(data=tmp_path / "d"), Engine(), False, print)
     queue.update()
     wait_for(lambda: child.exists() and child.read_text().endswith("\n"))
     getattr(queue, method)()
@@ -284,9 +284,8 @@ def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
 
     def start():
-        queue = Queue(tmp_path / "runs", SweepArgs(data=tmp_path), engine, False, print)
-        queue.add([Point("m", ("pretrain", "--rows", "r", *config))])
-        return queue
+        points = [Point("m", ("pretrain", "--rows", "r", *config))]
+        return Queue(points, tmp_path / "runs", SweepArgs(data=tmp_path), engine, False, print)
 
     queue = start()
     point_run = queue.point_runs["m"]
@@ -356,8 +355,6 @@ def test_dry_run_runs_nothing(make_point, tmp_path, write_sweep_file, capsys):
     ("options", "expected"),
     [
         (["--resubmit"], "--resubmit"),
-        (["--search", "3", "--only", "a"], "--search"),
-        (["--search", "3", "--dry-run"], "--search"),
         (["--launch=--gpus=8"], "--on"),
     ],
 )

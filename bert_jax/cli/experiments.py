@@ -43,7 +43,6 @@ _DATA = "$BERT_JAX_DATA"
     flag("--dry-run", "list the points and their commands"),
     number("--jobs", 1, "points to run at a time", least=1),
     option("--runs", "DIR", "folder of the workdirs (default %(default)s)", default=RUNS),
-    number("--search", 0, "run N trials of its get_trial with Optuna", least=0),
     choice(
         "--on",
         "local tpu-vm gke slurm sky",
@@ -74,8 +73,6 @@ def _sweep(options) -> int | None:
         raise UserError(f"--launch {options.launch[0]}: it needs --on ENGINE")
     if options.resubmit and options.on not in SUBMITTED:
         raise UserError("--resubmit applies to engines that queue jobs: " + ", ".join(SUBMITTED))
-    if options.search and (options.dry_run or options.only):
-        raise UserError("--search creates its own points: remove --dry-run and --only")
     check_local(options)
     if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
         raise UserError(f"--init {options.init}: no such folder")
@@ -90,7 +87,7 @@ def _sweep(options) -> int | None:
                 raise UserError(f"--{name} {value}: with --grid, put it into the command after --")
         path = pathlib.Path(options.file or f"sweeps/{grid_files.name(choices)}", "sweep.py")
         points = sweep.ordered("--grid", grid_files.points(options.command, choices), data)
-        loaded = sweep.Sweep(path, args, points, module=None)
+        loaded = sweep.Sweep(path, args, points)
     elif options.command:
         raise UserError("a command after -- needs --grid KEY=VALUE,VALUE,…")
     elif not options.file:
@@ -110,7 +107,7 @@ def _sweep(options) -> int | None:
         return None
     if choices:
         grid_files.write(selected.path.parent, options.command, choices)
-    return run.run(selected, runs, engine, resubmit=options.resubmit, trials=options.search)
+    return run.run(selected, runs, engine, resubmit=options.resubmit)
 
 
 def _check(where: str, point: Point) -> None:

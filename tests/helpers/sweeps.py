@@ -55,16 +55,10 @@ def run_sweep(points, tmp_path, jobs=1, **options):
     """Run points in this process and return the exit status and the results."""
     folder = tmp_path / "experiment"
     folder.mkdir(exist_ok=True)
-    args = SweepArgs(data=tmp_path / "data")._replace(**options.pop("args", {}))
-    result = sweep.Sweep(
-        folder / "sweep.py",
-        args,
-        sweep.ordered("x", points, args.data),
-        options.pop("module", None),
-    )
+    args = SweepArgs(data=tmp_path / "data")
+    result = sweep.Sweep(folder / "sweep.py", args, sweep.ordered("x", points, args.data))
     engine = options.pop("engine", Engine(jobs=jobs))
-    runs = tmp_path / options.pop("runs", "runs")
-    status = run(result, runs, engine, **options)
+    status = run(result, tmp_path / "runs", engine, **options)
     return status, Results(folder).read()
 
 

@@ -69,7 +69,7 @@ class Display:
         state = self._scheduler.state
         if self._live is None:
             for name, now in state.items():
-                if now != self._before.get(name, "waiting"):
+                if now != self._before[name]:
                     point_run = self._scheduler.point_runs[name]
                     log = f" ({point_run.log})" if now in ("running", "failed") else ""
                     print(f"{name}: {now}{log}", file=sys.stderr, flush=True)

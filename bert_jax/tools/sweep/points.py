@@ -124,13 +124,11 @@ class Sweep(NamedTuple):
         path: path of the file.
         args: its arguments.
         points: the points, each after its dependencies.
-        module: the file as a module.
     """
 
     path: pathlib.Path
     args: SweepArgs
     points: list[Point]
-    module: Any
 
 
 def load(path: str | os.PathLike, args: SweepArgs) -> Sweep:
@@ -144,7 +142,7 @@ def load(path: str | os.PathLike, args: SweepArgs) -> Sweep:
     for point in yielded:
         if not isinstance(point, Point):
             raise UserError(f"{path}: get_points yielded {point!r}, which is not a Point")
-    return Sweep(path, args, ordered(path, yielded, args.data), module)
+    return Sweep(path, args, ordered(path, yielded, args.data))
 
 
 def call(path: pathlib.Path, function: Callable[[], Any], name: str) -> Any:

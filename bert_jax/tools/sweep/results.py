@@ -227,7 +227,7 @@ class Results:
         except UnicodeDecodeError as error:
             raise UserError(f"cannot read {self.path}: {error}") from None
         texts = content.splitlines()
-        if texts and not content.endswith("\n") and not is_json(texts[-1]):
+        if texts and not content.endswith("\n") and not _is_json(texts[-1]):
             texts.pop()
         return [self._line(i, text) for i, text in enumerate(texts, 1)]
 
@@ -263,14 +263,14 @@ class Results:
                 return
             content = self.path.read_bytes()
             tail = content.rpartition(b"\n")[2]
-            if is_json(tail):
+            if _is_json(tail):
                 file.write(b"\n")
             else:
                 file.truncate(len(content) - len(tail))
             file.write("".join(json.dumps(line) + "\n" for line in new).encode())
 
 
-def is_json(text: str | bytes) -> bool:
+def _is_json(text: str | bytes) -> bool:
     """Whether a text is valid JSON."""
     try:
         json.loads(text)

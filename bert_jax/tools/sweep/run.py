@@ -1,4 +1,4 @@
-"""Run or resume a sweep or a search."""
+"""Run or resume a sweep."""
 
 import contextlib
 import os
@@ -14,19 +14,11 @@ from bert_jax.tools.sweep.display import Display
 from bert_jax.tools.sweep.points import Sweep
 from bert_jax.tools.sweep.results import Results, lines_of
 from bert_jax.tools.sweep.scheduler import Engine, PointRun, Scheduler
-from bert_jax.tools.sweep.search import Search
 
 _POLL_SECONDS = 0.2
 
 
-def run(
-    sweep: Sweep,
-    runs: str | os.PathLike,
-    engine: Engine,
-    *,
-    resubmit: bool = False,
-    trials: int = 0,
-) -> int:
+def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine, *, resubmit: bool = False) -> int:
     """Run the points of a sweep that are not done, and record the results.
 
     Args:
@@ -34,7 +26,6 @@ def run(
         runs: folder of the points of all sweeps.
         engine: what runs the points.
         resubmit: submit jobs again that have not ended.
-        trials: if not 0, run this number of trials of the sweep's `get_trial(args, trial)` instead.
 
     Returns:
         The exit status: 0, 1 if a point failed, 75 if stopped by a signal.
@@ -52,29 +43,24 @@ def run(
             ) from error
         results.add(lines)
 
-    scheduler = Scheduler(runs, args, engine, resubmit, done)
     with files.one_line_errors(f"cannot use the folder {runs}"):
         runs.mkdir(parents=True, exist_ok=True)
+    scheduler = Scheduler(sweep.points, runs, args, engine, resubmit, done)
     with contextlib.ExitStack() as stack:
-        search = Search(sweep, runs, trials, engine.jobs, stack) if trials else None
-        if not search:
-            scheduler.add(sweep.points)
         stack.callback(scheduler.stop)  # on any error, stop what was started
         received = stack.enter_context(signals())
         display = stack.enter_context(Display(scheduler))
         handled = 0
         while True:
-            if search:
-                search.update(scheduler)
             scheduler.update()
             display.show()
             if len(received) > handled:
                 handled = len(received)
                 scheduler.stop() if handled == 1 else scheduler.kill()
-            if scheduler.is_over and not (search and search.wants_more and not handled):
+            if scheduler.is_over:
                 break
             time.sleep(_POLL_SECONDS)
-    return _conclude(scheduler, bool(received), search)
+    return _conclude(scheduler, bool(received))
 
 
 def dry_run(sweep: Sweep, runs: pathlib.Path, engine: Engine) -> str:
@@ -90,7 +76,7 @@ def dry_run(sweep: Sweep, runs: pathlib.Path, engine: Engine) -> str:
     return "\n".join([*lines, f"{len(lines)} points, {to_run} to run"])
 
 
-def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) -> int:
+def _conclude(scheduler: Scheduler, interrupted: bool) -> int:
     state = scheduler.state
     failed, blocked, done = (
         [name for name in state if state[name] == kind] for kind in ("failed", "blocked", "done")
@@ -101,8 +87,6 @@ def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) ->
     if blocked:
         print(f"not run because a dependency failed: {', '.join(blocked)}", file=sys.stderr)
     print(f"{len(done)} of {len(state)} points done", file=sys.stderr)
-    if search:
-        print(search.best_trial_line())
     if interrupted:
         print("stopped; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED

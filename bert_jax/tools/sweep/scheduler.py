@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.config.schema import Config
@@ -174,6 +174,7 @@ class Scheduler:
     """Runs points, each once its dependencies are done.
 
     Args:
+        points: the points, each after its dependencies; those that are complete are done at once.
         runs: folder of all points.
         args: arguments of the sweep.
         engine: what runs the points.
@@ -181,13 +182,13 @@ class Scheduler:
         done: called once for each point that is done.
 
     Attributes:
-        is_stopping: whether no more points are started.
         state: state of each point by name: "waiting", "running", "done", "failed", "stopped" (by a
             signal, with its state saved) or "blocked" (a dependency failed).
     """
 
     def __init__(
         self,
+        points: Sequence[Point],
         runs: pathlib.Path,
         args: SweepArgs,
         engine: Engine,
@@ -196,24 +197,20 @@ class Scheduler:
     ):
         self.point_runs: dict[str, PointRun] = {}
         self.state: dict[str, str] = {}
-        self._runs, self._args, self._engine, self._done = runs, args, engine, done
-        self._resubmit = resubmit
+        self._engine, self._resubmit, self._done = engine, resubmit, done
         self._running: dict[str, _Running] = {}
         self._restarts = collections.Counter[str]()
         self._in_use: set[str] = set()  # points reported as waiting for another process
-        self.is_stopping = False
-
-    def add(self, points: Iterable[Point]) -> None:
-        """Add points, dependencies first; points that are complete are done at once."""
+        self._is_stopping = False
         for point in points:
-            point_run = PointRun(point, self._runs, self._args.data)
+            point_run = PointRun(point, runs, args.data)
             self.point_runs[point.name], self.state[point.name] = point_run, "waiting"
             if point_run.is_done:
                 self._finish(point_run)
 
     def stop(self) -> None:
         """Start nothing more, and signal local processes to save and exit."""
-        self.is_stopping = True
+        self._is_stopping = True
         for name, running in list(self._running.items()):
             if running.process is None:  # the job continues
                 self._release(name, "stopped")
@@ -229,7 +226,7 @@ class Scheduler:
     @property
     def is_over(self) -> bool:
         """Whether nothing runs and nothing more can start."""
-        return not self._running and (self.is_stopping or "waiting" not in self.state.values())
+        return not self._running and (self._is_stopping or "waiting" not in self.state.values())
 
     def update(self) -> None:
         """Handle points that have ended and start those that are ready."""
@@ -241,7 +238,7 @@ class Scheduler:
                     self._query_queue(name, running)
             elif running.process.poll() is not None:
                 self._ended(name, running, exit_status(running.process))
-        if self.is_stopping:
+        if self._is_stopping:
             return
         for name, point_run in self.point_runs.items():
             if self.state[name] != "waiting":
@@ -294,7 +291,7 @@ class Scheduler:
             running.process = None
             return
         state = "failed" if status else "done"
-        if self.is_stopping and status in (EXIT_INTERRUPTED, *KILLED):
+        if self._is_stopping and status in (EXIT_INTERRUPTED, *KILLED):
             state = "stopped"
         elif status == EXIT_INTERRUPTED and self._restarts[name] < _RESTARTS:
             self._restarts[name] += 1

@@ -4,8 +4,6 @@ Every task is fine-tuned on a grid of hyperparameters. The table shows the best 
 `bert-jax glue-zip` makes a submission to the GLUE server of it.
 """
 
-import dataclasses
-
 import recipes
 
 from bert_jax.tools.sweep import grid
@@ -32,7 +30,6 @@ NUMBERS = (
 )
 PAPER = recipes.numbers(("base", "large"), NAMES, NUMBERS)
 METRICS = {"QQP": "dev.f1", "MRPC": "dev.f1", "STS-B": "dev.spearman", "CoLA": "dev.matthews"}
-OBJECTIVE = "dev.accuracy"
 
 
 def get_points(args):
@@ -46,17 +43,6 @@ def get_points(args):
                 setting = "-".join(f"{name}{value}" for name, value in chosen.items())
                 changes = {SETTINGS[name]: value for name, value in chosen.items()}
                 yield recipes.finetuned(args, model, start, task, changes, setting, setting=setting)
-
-
-def get_trial(args, trial):
-    """Return a trial of a search over learning rate and batch size on SST-2."""
-    model, start = next(iter(recipes.starts(args).items()))
-    changes = {
-        "optim.learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True),
-        "batch_size": trial.suggest_categorical("batch_size", [16, 32, 64]),
-    }
-    point = recipes.finetuned(args, model, start, "SST-2", changes)
-    return dataclasses.replace(point, facts={"searched": model})  # not in the table
 
 
 def settings(results, folder):
