@@ -42,7 +42,7 @@ hypothesis.settings.load_profile("fixed")
 LONGEST = (
     "storage", "train", "finetune_runs", "checkpoint", "goldens", "finetuning", "electra", "families", "guard",
     "architectures", "convert", "sweep", "distributed", "lora", "continued", "fuzz", "profile", "distillation",
-    "step_program", "launch", "convert_refused", "sentence_encoders", "contrastive", "preflight", "beam", "launch_tpu",
+    "step_program", "launch", "convert_refused", "sentence_encoders", "contrastive", "preflight", "launch_tpu",
 )  # fmt: skip
 
 

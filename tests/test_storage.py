@@ -504,7 +504,6 @@ def test_local_copy_of_a_run_has_no_checkpoints(url):
         (["score", "squad1", "az://x", "y"], "az://x"),
         (["evaluate", "--workdir", "gs://"], "a bucket is missing"),
         (["sweep", "x", "--runs", "gs://b/x"], "--runs gs://b/x"),
-        (["prepare", "--runner=beam", "--vocab=v", "--out=gs://b/x", "t"], "--runner beam"),
         # URLs may be texts.
         (["fill-mask", "--init=/none", "https://www.[MASK].org/"], "/none"),
         (["attention", "--init=none", "--text=https://x", "--out=x"], "--out x"),

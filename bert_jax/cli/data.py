@@ -2,7 +2,7 @@
 
 import inspect
 
-from bert_jax.cli.common import add_case, argument, choice, flag, number, option, repeatable, verb
+from bert_jax.cli.common import add_case, argument, choice, flag, number, option, verb
 from bert_jax.errors import UserError
 
 _SOURCES = option(
@@ -70,26 +70,15 @@ def _vocab(options) -> None:
     argument("--language", default="en", help="language of the sentence splitter (default en)"),
     argument("--workers", type=int, default=None, help="processes (default: all cores)"),
     flag("--force", "replace rows made with other settings"),
-    choice(
-        "--runner",
-        "local beam",
-        "local processes, or Apache Beam, whose workers have the same paths; both write the same bytes",
-    ),
-    repeatable("--beam", "NAME=VALUE", "a Beam pipeline option, such as runner=FlinkRunner"),
 )
 def _prepare(options) -> None:
-    r"""Turn text into shards of rows.
+    """Turn text into shards of rows.
 
     bert-jax prepare --vocab vocab --out rows128 --tokens 128 --sequences 4 'wiki/*.gz'
-    bert-jax prepare --vocab vocab --out /nfs/rows128 --runner beam --beam runner=FlinkRunner \
-      --beam flink_master=flink:8081 '/nfs/wiki/*.gz'
     """
     from bert_jax.convert import source
     from bert_jax.data import prepare
 
-    paths = (*options.sources, options.vocab, options.out)
-    if options.runner == "beam" and (urls := [path for path in paths if "://" in path]):
-        raise UserError(f"{urls[0]}: --runner beam takes folders that all of its workers see")
     names = inspect.signature(prepare.prepare).parameters
     settings = {name: getattr(options, name) for name in names}
     settings["vocab"] = source.open_vocabulary(options.vocab, options.lowercase)

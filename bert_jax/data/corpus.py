@@ -79,25 +79,14 @@ class Report:
         if singles < 2 or singles <= 0.5 * self._read:
             self._problems.pop((spec, _SINGLE[0]), None)
 
-    def add(self, part: "Report") -> None:
-        """Add the report on the current source's next files, read by another process."""
-        entry, part_entry = self.sources[-1], part.sources[-1]
-        entry["kinds"] += [kind for kind in part_entry["kinds"] if kind not in entry["kinds"]]
-        entry["bytes"] += part_entry["bytes"]
-        entry["documents"] += part_entry["documents"]
-        self.bytes_read += part.bytes_read
-        self._read += part._read
-        for (source, problem), (where, count, consequence) in part._problems.items():
-            self.warn(source, problem, consequence, where, count)
-
     def count(self, size: int) -> None:
         """Add to the number of bytes read."""
         self.bytes_read += size
 
-    def warn(self, source: str, problem: str, consequence: str, where: str, count: int = 1) -> None:
+    def warn(self, source: str, problem: str, consequence: str, where: str) -> None:
         """Record a warning; repetitions in a source are counted and keep the first location."""
         entry = self._problems.setdefault((source, problem), [where, 0, consequence])
-        entry[1] += count
+        entry[1] += 1
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -194,20 +183,6 @@ def read(source: Source, report: Report) -> Iterator[RawDocument]:
     Adds bytes, documents and recoverable problems to `report` while reading.
     """
     report.begin(source)
-    yield from read_files(source, source.files, report)
-    report.end()
-
-
-def read_files(
-    source: Source, files: Iterable[pathlib.Path], report: Report
-) -> Iterator[RawDocument]:
-    """Stream the documents of consecutive files of a source, as `read` does.
-
-    Args:
-        source: the source, which `report` has begun.
-        files: consecutive files of the source; none for "tfds", which is read whole.
-        report: where statistics and warnings are added.
-    """
     entry = report.sources[-1]
     before = report.bytes_read
     whole_copies, fraction = divmod(source.weight, 1)
@@ -216,7 +191,7 @@ def read_files(
     if source.kind == "tfds":
         documents = reader.tfds(source.pattern)
     else:
-        documents = itertools.chain.from_iterable(map(reader.documents, files))
+        documents = itertools.chain.from_iterable(map(reader.documents, source.files))
     for document in _split_long_documents(documents, source.spec, report):
         if document.kind not in entry["kinds"]:
             entry["kinds"].append(document.kind)
@@ -229,6 +204,7 @@ def read_files(
             entry["documents"] += 1
             yield document._replace(copies=copies)
     entry["bytes"] = report.bytes_read - before
+    report.end()
 
 
 def _uniform_hash(text: str) -> float:

@@ -10,20 +10,14 @@ Each result is a file that is written atomically, and its random numbers depend 
 its position. So the bytes are the same for any number of workers, and an interrupted run resumes
 with the missing files. No process holds more than one chunk or window of sequences in memory;
 random next sentences are read from disk.
-
-Apache Beam's workers (beam.py) process the same units in stage 2. In stage 1 they read batches of
-source files themselves, so that no text passes through the machine that launches them. Rows do not
-depend on chunk boundaries.
 """
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
 import os
 import pathlib
-import pickle
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -34,9 +28,8 @@ import numpy as np
 from bert_jax import storage
 from bert_jax.data import corpus, prepare_plan, prepare_worker
 from bert_jax.data import vocabulary_files as vocabularies
-from bert_jax.data.beam import Pipelines
 from bert_jax.data.instances import WHOLE_SENTENCES
-from bert_jax.data.prepare_worker import FileRange, Job, Unit
+from bert_jax.data.prepare_worker import Job, Unit
 from bert_jax.data.rows import (
     FORMAT_VERSION,
     MANIFEST,
@@ -46,13 +39,12 @@ from bert_jax.data.rows import (
     read_manifest,
 )
 from bert_jax.data.vocabulary import SETTINGS, VOCAB, Vocabulary
-from bert_jax.data.workers import Workers, call, cores
+from bert_jax.data.workers import Workers, cores
 from bert_jax.errors import UserError, with_user_paths
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
 PAIRS = ("nsp", "none", *WHOLE_SENTENCES)
-RUNNERS = ("local", "beam")
 
 
 @storage.with_uploaded_output("out", resumable=True)
@@ -71,8 +63,6 @@ def prepare(
     lowercase: bool | None = None,
     language: str = "en",
     workers: int | None = None,
-    runner: str = "local",
-    beam: Sequence[str] = (),
     force: bool = False,
 ) -> Manifest:
     """Turn text into a folder of rows with BERT's instance algorithm.
@@ -107,9 +97,6 @@ def prepare(
         language: language code of two or three letters for the sentence splitter.
         workers: number of processes; None for one per core, 1 to work in this process. Does not
             affect the result.
-        runner: "local" for local processes, "beam" for an Apache Beam pipeline, whose workers must
-            reach sources and `out` by the same paths. Does not affect the result.
-        beam: Beam pipeline options, each NAME=VALUE or NAME.
         force: replace existing rows made with other settings.
 
     Returns:
@@ -135,13 +122,15 @@ def prepare(
         "language": language,
     }
     _check(settings, vocabulary)
+    if workers is not None and not 1 <= workers <= 1024:
+        raise UserError(f"workers: {workers} is out of range; choose 1 to 1,024")
     if not force:
         _check_out(pathlib.Path(out))
     job = Job(pathlib.Path(out), tuple(parsed), vocabulary, settings)
-    return _prepare(job, force, runner, _pool(job, workers, runner, beam))
+    return _prepare(job, force, Workers(job, workers or cores()))
 
 
-def _prepare(job: Job, force: bool, runner: str, pool: Workers | Pipelines) -> Manifest:
+def _prepare(job: Job, force: bool, pool: Workers) -> Manifest:
     """Do what is missing of the work, and return the manifest."""
     files.refuse_link(job.folder)
     if not job.folder.exists() and (manifest := _finished(job, force)):
@@ -156,7 +145,7 @@ def _prepare(job: Job, force: bool, runner: str, pool: Workers | Pipelines) -> M
         if manifest := _finished(job, force):
             shutil.rmtree(job.folder)
             return manifest
-        _discard_stale_work(job, runner)
+        _discard_stale_work(job)
         with pool:
             plan = _tokenize_all(job, pool)
             passes = {"train": job.settings["passes"], "heldout": 1}
@@ -218,24 +207,6 @@ def _check(settings: dict[str, Any], vocabulary: Vocabulary) -> None:
         )
 
 
-def _pool(job: Job, workers: int | None, runner: str, beam: Sequence[str]) -> Workers | Pipelines:
-    """Return what executes the units of work."""
-    if runner not in RUNNERS:
-        raise UserError(f"runner: unknown value {runner!r}; choose one of {', '.join(RUNNERS)}")
-    if runner == "beam":
-        if workers is not None:
-            raise UserError(
-                "workers: not an option of the Beam runner; use Beam's own options, such as "
-                "--beam direct_num_workers=4"
-            )
-        return Pipelines(functools.partial(call, job), job.folder / "error", beam)
-    if beam:
-        raise UserError(f"--beam {beam[0]}: only for Apache Beam; add --runner beam")
-    if workers is not None and not 1 <= workers <= 1024:
-        raise UserError(f"workers: {workers} is out of range; choose 1 to 1,024")
-    return Workers(job, workers or cores())
-
-
 def _check_out(out: pathlib.Path) -> None:
     """Refuse to replace the vocabulary of a model or a run."""
     url = storage.remote(out)
@@ -284,11 +255,11 @@ def _finished(job: Job, force: bool) -> Manifest | None:
     )
 
 
-def _discard_stale_work(job: Job, runner: str) -> None:
+def _discard_stale_work(job: Job) -> None:
     """Empty the working folder unless it was made from the same input and settings."""
     files_read = [[storage.remote(path) or str(path), *storage.stat(path)] for path in job.files]
-    sizes = [prepare_worker.CHUNK_CHARACTERS, prepare_worker.BATCH_BYTES]
-    content = json.dumps([job.settings, files_read, job.vocabulary.sha256, runner, sizes])
+    size = prepare_worker.CHUNK_CHARACTERS
+    content = json.dumps([job.settings, files_read, job.vocabulary.sha256, size])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     path = job.folder / "fingerprint"
     if path.exists() and path.read_text() == fingerprint:
@@ -303,15 +274,14 @@ def _discard_stale_work(job: Job, runner: str) -> None:
 # Stage 1: documents to chunks of tokens.
 
 
-def _tokenize_all(job: Job, pool: Workers | Pipelines) -> dict[str, Any]:
+def _tokenize_all(job: Job, pool: Workers) -> dict[str, Any]:
     """Tokenize what is missing and plan stage 2; return the result of `make_plan`."""
     path = job.folder / "plan.json"
     if path.exists():
         return json.loads(path.read_text())
     report = corpus.Report()
-    tokenize = _tokenize_chunks if isinstance(pool, Workers) else _tokenize_batches
     with Progress("tokenizing", corpus.total_bytes(job.sources), "B") as progress:
-        chunks = tokenize(job, pool, report, progress)
+        chunks = _tokenize_chunks(job, pool, report, progress)
     plan = prepare_plan.make_plan(job, chunks)
     plan["sources"] = report.sources
     plan["warnings"] = [*report.warnings, *plan["warnings"]]
@@ -320,7 +290,7 @@ def _tokenize_all(job: Job, pool: Workers | Pipelines) -> dict[str, Any]:
 
 
 def _tokenize_chunks(
-    job: Job, pool: Workers | Pipelines, report: corpus.Report, progress: Progress
+    job: Job, pool: Workers, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
     """Read the sources, tokenize them in workers, and return the chunk numbers in order."""
     numbers: list[int] = []
@@ -342,49 +312,10 @@ def _tokenize_chunks(
     return numbers
 
 
-def _tokenize_batches(
-    job: Job, pool: Workers | Pipelines, report: corpus.Report, progress: Progress
-) -> Sequence[int]:
-    """Read and tokenize the sources in workers, and return the chunk numbers in order."""
-    batches = list(_batches(job.sources))
-    missing = []
-    for batch in batches:
-        size = sum(storage.stat(f)[0] for f in job.sources[batch.source].files[slice(*batch[2:])])
-        if job.batch(batch.number).exists():
-            progress.advance(size)
-        else:
-            missing.append((size, (batch,)))
-    for size, _ in pool.run("tokenize_files", missing):
-        progress.advance(size)
-    chunks: list[int] = []
-    for number, group in itertools.groupby(batches, key=lambda batch: batch.source):
-        report.begin(job.sources[number])
-        for batch in group:
-            part, end = pickle.loads(job.batch(batch.number).read_bytes())
-            report.add(part)
-            chunks += range(batch.number * prepare_worker.BATCH_CHUNKS, end)
-        report.end()
-    return chunks
-
-
-def _batches(sources: Sequence[corpus.Source]) -> Iterator[FileRange]:
-    """Yield batches of consecutive files of at least `prepare_worker.BATCH_BYTES`; "tfds" is one batch."""
-    numbers = itertools.count()
-    for i, source in enumerate(sources):
-        first = size = 0
-        for end, file in enumerate(source.files, 1):
-            size += storage.stat(file)[0]
-            if size >= prepare_worker.BATCH_BYTES:
-                yield FileRange(next(numbers), i, first, end)
-                first, size = end, 0
-        if first < len(source.files) or not source.files:
-            yield FileRange(next(numbers), i, first, len(source.files))
-
-
 # Stage 2: tokens to shards of rows.
 
 
-def _write_all(job: Job, pool: Workers | Pipelines, units: list[Unit]) -> None:
+def _write_all(job: Job, pool: Workers, units: list[Unit]) -> None:
     done = {u for u in units if (job.folder / f"{u.name}.json").exists()}
     size = {u: u.end - u.first for u in units}
     total, before = sum(size.values()), sum(size[u] for u in done)

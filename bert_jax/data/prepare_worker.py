@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import pathlib
-import pickle
 import random
 import string
 import struct
@@ -32,9 +31,6 @@ from bert_jax.storage import files
 # A worker holds one chunk (1 MB of text) or one window of sequences in memory at a time.
 CHUNK_CHARACTERS = 1 << 20
 _WINDOW_SEQUENCES = 1 << 13
-# Minimum size of a batch of source files, as stored on disk. Chunks of batch i are numbered from
-# i * BATCH_CHUNKS, which exceeds the number of chunks of any batch.
-BATCH_BYTES, BATCH_CHUNKS = 1 << 24, 10**6
 # Maximum number and length of the words whose ids a worker caches (about 20 MB).
 _CACHED_WORDS, _CACHED_CHARACTERS = 1 << 17, 32
 # Grain reads single records, and random token ids hardly compress.
@@ -80,20 +76,8 @@ class Job:
     def chunk(self, number: int) -> pathlib.Path:
         return self.folder / f"{number:06}.tokens"
 
-    def batch(self, number: int) -> pathlib.Path:
-        return self.folder / f"{number:06}.batch"
-
     def index(self, split: str) -> pathlib.Path:
         return self.folder / f"{split}.index"
-
-
-class FileRange(NamedTuple):
-    """Files [first, end) of a source, to be read and tokenized by one worker."""
-
-    number: int
-    source: int
-    first: int
-    end: int
 
 
 class Unit(NamedTuple):
@@ -255,18 +239,6 @@ class Worker:
             file.write(documents_table.tobytes())
             file.write(encoded)
             file.write(_FOOTER.pack(len(table), len(encoded)))
-
-    def tokenize_files(self, batch: FileRange) -> None:
-        """Write a batch's chunks and the report on it."""
-        job, source = self._job, self._job.sources[batch.source]
-        report = corpus.Report()
-        report.begin(source)
-        end = batch.number * BATCH_CHUNKS
-        paths = source.files[batch.first : batch.end]
-        for chunk in chunks(corpus.read_files(source, paths, report)):
-            self.tokenize(end, chunk)
-            end += 1
-        files.write(job.batch(batch.number), pickle.dumps((report, end)))
 
     def write_shard(self, unit: Unit) -> None:
         """Write a unit's rows and their statistics, which `prepare` reads."""

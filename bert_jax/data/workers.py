@@ -91,8 +91,3 @@ def _start_worker(job: Job) -> None:
 
 def _call_worker(method: str, arguments: tuple) -> Any:
     return _worker.call(method, arguments)
-
-
-def call(job: Job, method: str, arguments: tuple) -> None:
-    """Execute a single work unit in this process."""
-    Worker(job).call(method, arguments)
