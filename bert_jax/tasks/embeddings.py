@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from bert_jax.data import tables
 from bert_jax.errors import UserError
-from bert_jax.tasks import metrics, plots
+from bert_jax.tasks import metrics
 from bert_jax.tasks.tables import (
     PREDICTIONS,
     existing,
@@ -47,11 +47,10 @@ class Similarity:
         return {name: scores[name] for name in ("pearson", "spearman")}
 
     def write(self, vectors: Float[np.ndarray, "N D"], folder: pathlib.Path) -> None:
-        """Write predictions.tsv with the cosine of each pair, and scatter.png."""
+        """Write predictions.tsv with the cosine of each pair."""
         cosines = self._cosines(vectors)
         lines = ([str(i), f"{cosine:.6f}"] for i, cosine in enumerate(cosines))
         write_table(folder / PREDICTIONS, [["index", "cosine"], *lines])
-        plots.draw_scatter(self.scores, cosines, folder / "scatter.png")
 
     def _cosines(self, vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, " E"]:
         unit = unit_vectors(vectors)

@@ -20,7 +20,7 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, did_you_mean
 from bert_jax.storage import files
-from bert_jax.tasks import metrics, plots
+from bert_jax.tasks import metrics
 from bert_jax.tasks.base import NEW, FinetuneDataset, Logits, Prediction, Text
 
 PREDICTIONS = "predictions.tsv"
@@ -212,10 +212,7 @@ class Classification(FinetuneDataset):
         return metrics.multilabel_metrics(truth > 0.5, probabilities(logits, "classes") > THRESHOLD)
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
-        """Write predictions.tsv: index, label (or number) and the probability of every label.
-
-        If labels are known also write a figure: confusion.png, or scatter.png for regression.
-        """
+        """Write predictions.tsv: index, label (or number) and the probability of every label."""
         stacked = self.stacked(logits)
         if self.objective == "number":
             header, cells = ["index", self.labels[0]], [[f"{x:.6g}"] for x in stacked[:, 0]]
@@ -228,16 +225,6 @@ class Classification(FinetuneDataset):
             ]
         lines = [[row.index, *more] for row, more in zip(self._rows[split], cells, strict=True)]
         write_table(folder / PREDICTIONS, [header, *lines])
-        targets = self.splits[split].targets["label"]
-        known = _is_labeled(targets)
-        if not known.any() or self.objective == "classes":
-            return
-        if self.objective == "number":
-            plots.draw_scatter(targets[known], stacked[known, 0], folder / "scatter.png")
-        else:
-            counts = np.zeros((len(self.labels), len(self.labels)), np.int64)
-            np.add.at(counts, (targets[known], stacked[known].argmax(1)), 1)
-            plots.draw_confusion(counts, self.labels, folder / "confusion.png")
 
     def predictions(self, split: str, logits: Logits) -> list[Prediction]:
         """Return the label or labels of each example with their probabilities, or its number."""
