@@ -23,7 +23,6 @@ from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import Config, EmbedConfig
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import tables
-from bert_jax.data import vectors as vectors_lib
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.inference import embed
 from bert_jax.inference.embed import Counts, Embedder, embed_file, windows
@@ -312,17 +311,11 @@ def source(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("pooling", ["mean", "none"])
-def test_writes_jsonl_and_parquet(source, suffix, pooling, monkeypatch):
-    monkeypatch.setattr(vectors_lib, "_ROW_GROUP_FLOATS", 60)
-    out = source.with_suffix(suffix)
+def test_writes_jsonl(source, pooling):
+    out = source.with_suffix(".jsonl")
     embed_file(embedder(pooling=pooling), source, out)
-    if suffix == ".jsonl":
-        result = [json.loads(line) for line in out.read_text().splitlines()]
-    else:
-        result = parquet.read_table(out).to_pylist()
-        assert parquet.ParquetFile(out).num_row_groups > 1
+    result = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["index"] for row in result] == [0, 1, 2, 3]
     assert [row["text"] for row in result] == TEXTS
     for row, vectors in zip(result, vectors_of(TEXTS, pooling=pooling), strict=True):
@@ -341,15 +334,13 @@ def test_npy_token_vectors_have_a_lengths_file(source, tmp_path):
     close(np.load(tmp_path / "v.npy"), np.concatenate(expected))
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl"])
 def test_empty_source_writes_empty_output(tmp_path, suffix):
     (tmp_path / "empty.txt").write_text("")
     out = tmp_path / f"out{suffix}"
     assert embed_file(embedder(), tmp_path / "empty.txt", out).texts == 0
     if suffix == ".npy":
         assert np.load(out).shape == (0, MODEL.hidden)
-    elif suffix == ".parquet":
-        assert parquet.read_table(out).num_rows == 0
     else:
         assert not out.read_text()
 

@@ -272,7 +272,7 @@ def _encoder(options, **settings: Any) -> Any:
 @verb(
     *_TEXTS,
     *MODEL,
-    option("--out", "FILE", ".npy, .jsonl or .parquet", required=True),
+    option("--out", "FILE", ".npy or .jsonl", required=True),
     *_vectors("mean", "cls", "none"),
     option("--weights", "W,W,…", "sum the layers with these weights, one per layer"),
     argument("--normalize", action=argparse.BooleanOptionalAction, help="scale to unit length"),
@@ -284,7 +284,7 @@ def _embed(options) -> None:
     """Compute vectors of texts.
 
     bert-jax embed --init models/minilm --out vectors.npy sentences.txt
-    bert-jax embed --init runs/mini --pooling none --layers last4 --out tokens.parquet a.jsonl
+    bert-jax embed --init runs/mini --pooling none --layers last4 --out tokens.npy a.jsonl
     cat texts.txt | bert-jax embed --init runs/mini --out vectors.jsonl -
     """
     from bert_jax.inference.embed import embed_file

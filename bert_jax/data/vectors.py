@@ -1,14 +1,11 @@
-"""Streaming writers for vectors: .npy, JSON lines and Parquet."""
+"""Streaming writers for vectors: .npy and JSON lines."""
 
 import array
 import json
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-_ROW_GROUP_FLOATS = 1 << 22
 
 
 class Npy:
@@ -64,50 +61,3 @@ def _numbers(values: list) -> str:
     if values and isinstance(values[0], list):
         return f"[{', '.join(map(_numbers, values))}]"
     return f"[{', '.join([format(x, '.9g') for x in values])}]"
-
-
-class Parquet:
-    """Writer of a Parquet file with a row per text, in row groups of bounded size."""
-
-    def __init__(self, path: pathlib.Path, tokens: bool):
-        import pyarrow
-        from pyarrow import parquet
-
-        self._arrow, self._tokens = pyarrow, tokens
-        vector = pyarrow.list_(pyarrow.float32())
-        fields = {"index": pyarrow.int64(), "text": pyarrow.large_string()}
-        if tokens:
-            fields["tokens"] = pyarrow.list_(pyarrow.string())
-        fields["vector"] = pyarrow.list_(vector) if tokens else vector
-        self._schema = pyarrow.schema(list(fields.items()))
-        self._file = parquet.ParquetWriter(path, self._schema)
-        self._group: list[tuple] = []
-        self._count = self._floats = 0
-
-    def write(self, text: str, pieces: list[str], vectors: np.ndarray) -> None:
-        self._group.append((self._count, text, pieces, vectors))
-        self._count += 1
-        self._floats += vectors.size
-        if self._floats >= _ROW_GROUP_FLOATS:
-            self._flush()
-
-    def _flush(self) -> None:
-        index, texts, pieces, vectors = zip(*self._group, strict=True)
-        columns = [index, texts, *([pieces] if self._tokens else []), self._lists(vectors)]
-        self._file.write_table(self._arrow.table(columns, schema=self._schema))
-        self._group, self._floats = [], 0
-
-    def _lists(self, vectors: Sequence[np.ndarray]):
-        """Convert vectors to an Arrow array of (lists of) lists, without creating Python floats."""
-        list_array = self._arrow.ListArray.from_arrays
-        dimension = vectors[0].shape[-1]
-        flat = self._arrow.array(np.concatenate([v.reshape(-1) for v in vectors]))
-        lists = list_array(np.arange(0, len(flat) + 1, dimension, dtype=np.int32), flat)
-        if self._tokens:
-            lists = list_array(np.cumsum([0, *map(len, vectors)], dtype=np.int32), lists)
-        return lists
-
-    def close(self) -> None:
-        if self._group:
-            self._flush()
-        self._file.close()

@@ -26,7 +26,7 @@ from bert_jax.config.checks import check_fields
 from bert_jax.config.model import layer_numbers
 from bert_jax.config.schema import MeshConfig, TrainConfig
 from bert_jax.data import rows, texts
-from bert_jax.data.vectors import Jsonl, Npy, Parquet
+from bert_jax.data.vectors import Jsonl, Npy
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
@@ -37,7 +37,7 @@ from bert_jax.storage import files
 from bert_jax.tasks import embeddings
 
 LONG = ("truncate", "window")
-OUTPUTS = (".npy", ".jsonl", ".parquet")
+OUTPUTS = (".npy", ".jsonl")
 # Rows have this length or a larger power of two. Attention costs T² per row, so short texts are
 # packed into short rows.
 _SHORTEST_ROW = 64
@@ -434,8 +434,8 @@ def embed_file(
     Args:
         source: as in `texts.read`.
         out: output path. .npy holds float32 [texts, D], or without pooling [tokens, D] of all texts
-            with the number of tokens of each in NAME.lengths.npy. .jsonl and .parquet hold index,
-            text, vector and, without pooling, the tokens.
+            with the number of tokens of each in NAME.lengths.npy. .jsonl holds index, text,
+            vector and, without pooling, the tokens.
         column: field or column of the texts.
     """
     path, per_token = pathlib.Path(out), embedder.pooling == "none"
@@ -464,7 +464,7 @@ def embed_file(
         if path.suffix == ".npy":
             writer = Npy(temporary, temporary_lengths, embedder.dimension)
         else:
-            writer = {".jsonl": Jsonl, ".parquet": Parquet}[path.suffix](temporary, per_token)
+            writer = Jsonl(temporary, per_token)
         with contextlib.closing(writer):
             for tokens, vectors in embedder.with_tokens(iterate_texts()):
                 text, read = pending.popleft()
