@@ -81,6 +81,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices).reshape(sizes), AXES)
 
 
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """Return XLA's options for programs on a mesh.
+
+    On TPUs XLA turns a product with a sharded operand into a loop over its parts, which exchanges them
+    meanwhile. For products of BERT's size on an axis of 8 or more the parts are so small that this moves
+    several times as much memory, so gather or reduce at once.
+    """
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+    return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000} if is_tpu else {}
+
+
 def slice_of(device: Any) -> int:
     """Return the index of a device's slice, 0 if there is one slice.
 

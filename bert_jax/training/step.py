@@ -114,8 +114,17 @@ def make_step(config: TrainConfig, phase: Phase):
     return step
 
 
-def compile_step(config: TrainConfig, phase: Phase, mesh: sharding.Mesh, state: State) -> Any:
-    """Compile the training step of a phase; `state` gives shapes and shardings."""
+def compile_step(
+    config: TrainConfig,
+    phase: Phase,
+    mesh: sharding.Mesh,
+    state: State,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Compile the training step of a phase.
+
+    `state` gives shapes and shardings; `options` are those of XLA, besides those of the platform.
+    """
     batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
     step = jax.jit(
         make_step(config, phase),
@@ -126,7 +135,9 @@ def compile_step(config: TrainConfig, phase: Phase, mesh: sharding.Mesh, state: 
         ),
     )
     with jax.set_mesh(mesh), device.no_garbage_collection():
-        compiled = step.lower(state, batch).compile()
+        compiled = step.lower(state, batch).compile(
+            {**sharding.compiler_options(mesh), **(options or {})}
+        )
     if memory := compiled.memory_analysis():
         device.limit_malloc_retention(memory.temp_size_in_bytes)
     return compiled
