@@ -141,6 +141,7 @@ def test_unused_gpus_are_explained(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
 
     def line(platforms="", plugins=(), asked="", platform="cpu"):
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
         monkeypatch.setattr(device, "_platforms", lambda: platforms)
         monkeypatch.setattr(device, "_plugins", lambda: list(plugins))
         return "".join(device.unused_gpu(asked, platform))

@@ -1,5 +1,6 @@
 """Estimates without the hardware: compiled programs, rooflines, libtpu's compiler."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -13,8 +14,8 @@ from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import chips, sharding
-from bert_jax.tools.preflight import compiler, estimate, hlo
-from bert_jax.tools.preflight.hlo import Collective
+from bert_jax.tools.preflight import compiler, estimate, hlo, kernels
+from bert_jax.tools.preflight.hlo import Collective, Kernel
 from bert_jax.tools.preflight.topology import locations, network_seconds, parse_topology
 from bert_jax.training import state as state_lib
 
@@ -66,9 +67,9 @@ PROGRAM = """HloModule step, is_scheduled=true
   %part = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} custom-call(), custom_call_target="AllocateBuffer"
   %started = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} fusion(%part), kind=kCustom, calls=%fused_gather
   %all-gather.3 = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} all-gather(%part), channel_id=5, replica_groups=[2,2]<=[4], dimensions={0}
-  %kernel = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} custom-call(), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+  %kernel = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} custom-call(%h), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
   "name": "attend"
-}}, metadata={op_name="attend/pallas_call"}
+}}, metadata={op_name="jit(step)/transpose(jvp(Bert))/layer/attend/pallas_call"}
   %next = bf16[16,64]{1,0:T(8,128)(2,1)} fusion(%w, %i, %h), kind=kOutput, calls=%fused_product
   %j = s32[]{:S(6)} add(%i, %one)
   ROOT %out = (s32[], bf16[16,64]{1,0}, bf16[3,64,64]{2,1,0}) tuple(%j, %next, %w)
@@ -88,7 +89,7 @@ ENTRY %main (a: bf16[16,64], b: bf16[3,64,64], c: f32[256,64], q: f32[2,8,4], k:
   %q = f32[2,8,4]{2,1,0:S(1)} parameter(3)
   %k = f32[2,4,16]{2,1,0:S(1)} parameter(4)
   %start = s32[] constant(0)
-  %grads = f32[128,64]{1,0} fusion(%c), kind=kCustom, calls=%all-reduce-scatter.1
+  %grads = f32[128,64]{1,0} fusion(%c), kind=kCustom, calls=%all-reduce-scatter.1, backend_config={"estimated_cycles":"300"}
   %scores = f32[2,8,16]{2,1,0:S(1)} dot(%q, %k), lhs_batch_dims={0}, rhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}
   %tuple = (s32[], bf16[16,64]{1,0}, bf16[3,64,64]{2,1,0}) tuple(%start, %a, %b)
   %while.1 = (s32[], bf16[16,64]{1,0}, bf16[3,64,64]{2,1,0}) while(%tuple), condition=%condition, body=%body
@@ -100,11 +101,17 @@ ENTRY %main (a: bf16[16,64], b: bf16[3,64,64], c: f32[256,64], q: f32[2,8,4], k:
 def test_hlo_counts_include_loop_iterations():
     program = hlo.Program(PROGRAM)
     loop, once = 2 * 16 * 64 * 64, 2 * 2 * 8 * 16 * 4
-    assert program.matrix_flops == 3 * loop + once
+    kinds = {kernel.kind: kernel for kernel in program.kernels}
+    assert sum(kernel.flops for kernel in program.kernels) == 3 * loop + once
     # A layer reads one of the three weight slices and reads and writes the hidden states.
     layer = 2 * (64 * 64 + 2 * 16 * 64) + 3 * 4  # and the loop counter: 3 reads, written on chip
-    reduced = 4 * (256 + 128) * 64
-    assert program.traffic_bytes == pytest.approx(3 * layer + reduced, abs=3 * 8)
+    reduced, attended = 4 * (256 + 128) * 64, 2 * 16 * 64
+    moved = sum(kernel.bytes for kernel in program.kernels)
+    assert moved == pytest.approx(3 * (layer + attended) + reduced, abs=3 * 8)
+    assert kinds["attention"] == (
+        "attention", "layer/attend (backward)", "bf16[32,64]", 3, 0, 3 * attended, None
+    )  # fmt: skip
+    assert kinds["collectives"].cycles == 300
     result = {c.kind: c for c in program.collectives}
     assert len(program.collectives) == 2
     gathered, scattered = result["all-gather"], result["reduce-scatter"]
@@ -113,7 +120,7 @@ def test_hlo_counts_include_loop_iterations():
     assert gathered.sent_bytes == 3 * 64 * 64 * 2 / 2
     assert (scattered.bytes, scattered.times, scattered.sent_bytes) == (256 * 256, 1, 256 * 128)
     # The kernel's instruction spans three lines.
-    assert program.operations()["kernel"] == {"attend/pallas_call": 0}
+    assert list(program.operations()["kernel"].values()) == [0]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +248,24 @@ def test_out_of_memory_messages_are_parsed():
     message = "Ran out of memory in memory space hbm. Used 512.50M of 15.75G hbm. Exceeded"
     assert compiler.needed_bytes(message) == 512.5 * 2**20
     assert compiler.needed_bytes("INTERNAL: something else") is None
+
+
+def test_expected_time_takes_the_longer_of_products_and_traffic():
+    products = Kernel("products", "layer", "bf16[8,8]", 2, 748e9, 10, None)
+    other = Kernel("other", "layer", "bf16[8,8]", 1, 0.0, 2_940_000_000, None)
+    h100 = functools.partial(kernels.expected_seconds, chip=chips.CHIPS["h100"], network=0.5)
+    assert h100([products, other], passes=1) == pytest.approx(0.5 + 1.4e-3 + 1.02e-3 + 1.44e-3)
+    assert h100([products], passes=2) == pytest.approx(0.5 + 1.4e-3 + 2.04e-3)
+    # A TPU's compiler has its own estimates.
+    timed = other._replace(cycles=3_000_000)
+    assert kernels.expected_seconds([timed], chips.CHIPS["v5e"], 1, 0.0) == pytest.approx(2e-3)
+    groups = kernels.by_source([products, other, products], chips.CHIPS["h100"], 1)
+    assert [(group["kind"], group["times"], group["bytes"]) for group in groups] == [
+        ("other", 1, 2_940_000_000),
+        ("products", 4, 20),
+    ]
+    lines = kernels.format_sources(groups[:1], groups, 5)
+    assert lines[-1].split() == ["-0.00", "GB", "-2.04", "ms", "4", "x", "layer:", "bf16[8,8]"]
 
 
 @pytest.mark.parametrize(

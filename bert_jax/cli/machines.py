@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pathlib
 import re
 from typing import Any
 
@@ -171,6 +172,8 @@ def _launched(options) -> Any:
     *START,
     number("--sequences", 1, "sequences per row if no rows are given"),
     option("--dollars-per-chip-hour", "X", "also print the price", type=float),
+    number("--explain", 0, "list the N sources of most main-memory traffic of each compiled step"),
+    option("--before", "FILE", "with --explain: compare with an earlier --json"),
     flag("--json", "print one JSON object per topology"),
 )
 def _preflight(options) -> int:
@@ -179,6 +182,7 @@ def _preflight(options) -> int:
     bert-jax preflight --config configs/pretrain.py:large --topology v5p:4x4x4
     bert-jax preflight --config configs/pretrain.py:base --topology v5e:4x4 --topology v6e:2x2 \
       --config.model.dtype=bfloat16 --dollars-per-chip-hour 1.20
+    bert-jax preflight --config base,128 --topology h100:1 --config.model.dtype=bfloat16 --explain 20
 
     exit status: 0 fits on every topology, 1 does not fit, 2 user error
     """
@@ -194,12 +198,31 @@ def _preflight(options) -> int:
     from bert_jax.tools.preflight.topology import parse_topology
 
     topologies = [parse_topology(text) for text in options.topology]
+    earlier = _earlier_reports(options.before, topologies) if options.before else {}
     device.start("cpu", cache=False)
     config, _ = open_start(config, options)
     fits = True
     for i, topology in enumerate(topologies):
         report = preflight(config, topology, options.sequences, options.dollars_per_chip_hour)
         fits = fits and report["fits"]
-        text = json.dumps(report) if options.json else "\n" * (i > 0) + format_report(report)
+        if options.json:
+            text = json.dumps(report)
+        else:
+            before = earlier.get(topology.name)
+            text = "\n" * (i > 0) + format_report(report, options.explain, before)
         print(text, flush=True)
     return 0 if fits else EXIT_NEGATIVE
+
+
+def _earlier_reports(path: str, topologies: list) -> dict[str, Any]:
+    """Return the reports in a file of `preflight --json` by topology; it must have all `topologies`."""
+    try:
+        reports = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+        by_name = {report["topology"]: report for report in reports}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--before {path}: no output of preflight --json ({error})") from None
+    if missing := [topology.name for topology in topologies if topology.name not in by_name]:
+        raise UserError(
+            f"--before {path}: it has no report of {missing[0]}, only of {', '.join(by_name)}"
+        )
+    return by_name

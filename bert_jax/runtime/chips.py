@@ -3,6 +3,32 @@
 from typing import NamedTuple
 
 
+class Gpu(NamedTuple):
+    """What XLA's compiler asks of a GPU that is not there, besides its memory."""
+
+    capability: tuple[int, int]  # CUDA's compute capability
+    cores: int  # streaming multiprocessors
+    lanes: int  # float32 units of a core
+    threads: int  # maximum per core
+    clock_ghz: float
+    cache_bytes: int  # L2
+    shared_memory: int  # bytes per core
+    block_memory: int  # maximum of it for a block of threads
+
+
+class Speed(NamedTuple):
+    """What kernels were measured to reach in training.
+
+    A kernel takes a factor times the longer of its products at `flops` and its traffic at `bandwidth`.
+    """
+
+    flops: float  # of large matrix products in bfloat16, in FLOP/s
+    bandwidth: float  # of main memory, in bytes/s
+    factors: dict[str, float]  # by kind of kernel
+    overhead_seconds: float  # between kernels, per step
+    source: str
+
+
 class Chip(NamedTuple):
     """A kind of accelerator. Rates and sizes are those of a JAX device: half a chip on TPU7x."""
 
@@ -20,6 +46,9 @@ class Chip(NamedTuple):
     devices: int = 1  # JAX devices per chip
     # Measured fraction of the peak in training, with FLOPs by `flops_per_row`, and where it was measured.
     utilization: tuple[float, str] | None = None
+    speed: Speed | None = None  # None if its kernels were not measured
+    gpu: Gpu | None = None
+    clock_hz: float = 0.0  # of the cycles in the estimates of a TPU's compiler
     # gcloud's accelerator type, and the version of the VM's software.
     tpu_vm: tuple[str, str] | None = None
     gke: str = ""  # value of the label `gke-tpu-accelerator` of GKE's nodes
@@ -42,8 +71,19 @@ LONGEST_AXIS = 16
 # Of chips on which BERT was not measured.
 ASSUMED_UTILIZATION = (0.28, "this project, base, T=128, on one H100 (experiments/speed)")
 
+# Its factors are those of the parts of a traced step. They predict four other steps on an H100 within 8%.
+H100_SPEED = Speed(
+    flops=748e12,
+    bandwidth=2.94e12,
+    factors={"products": 1.02, "attention": 2.6, "other": 1.44},
+    overhead_seconds=1.4e-3,
+    source="this project, base, T=128, 256 rows, cudnn attention, on one H100 (experiments/speed)",
+)
+
 _GIB = 2**30
 _CLOUD = "docs.cloud.google.com/tpu/docs"
+# Clocks of TPUs are those at which their matrix units reach `flops`. Numbers of `Gpu` are from NVIDIA's
+# architecture white papers and the CUDA programming guide (compute capabilities).
 # Memory of TPUs is what libtpu's compiler reports as available (0.0.42; 0.0.50 for TPU7x). Link
 # bandwidth is the chip's total divided by its number of links, and by 2 if given for both ways.
 CHIPS = {
@@ -57,6 +97,7 @@ CHIPS = {
         source=f"{_CLOUD}/v4; links: Jouppi et al., arXiv 2304.01964, table 4",
         example="v4:2x2x1",
         axes=3,
+        clock_hz=1.05e9,
         tpu_vm=("v4", "tpu-ubuntu2204-base"),
         gke="tpu-v4-podslice",
     ),
@@ -70,6 +111,7 @@ CHIPS = {
         source=f"{_CLOUD}/v5e: 400 GB/s both ways over 4 links; 6.4 Tbit/s a pod of 256 between slices",
         example="v5e:4x4",
         axes=2,
+        clock_hz=1.5e9,
         tpu_vm=("v5litepod", "v2-alpha-tpuv5-lite"),
         gke="tpu-v5-lite-podslice",
         most_on_vm=8,
@@ -84,6 +126,7 @@ CHIPS = {
         source=f"{_CLOUD}/v5p: 1,200 GB/s both ways over 6 links; 50 Gbit/s between slices",
         example="v5p:4x4x4",
         axes=3,
+        clock_hz=1.75e9,
         tpu_vm=("v5p", "v2-alpha-tpuv5"),
         gke="tpu-v5p-slice",
     ),
@@ -97,6 +140,7 @@ CHIPS = {
         source=f"{_CLOUD}/v6e: 800 GB/s both ways over 4 links; 4 x 200 Gbit/s a host of 8 between slices",
         example="v6e:16x16",
         axes=2,
+        clock_hz=1.75e9,
         tpu_vm=("v6e", "v2-alpha-tpuv6e"),
         gke="tpu-v6e-slice",
         most_on_vm=8,
@@ -124,6 +168,7 @@ CHIPS = {
         network_bandwidth=25e9,
         source="NVIDIA A100 80GB SXM data sheet; DGX A100: 8 x 200 Gbit/s a node",
         example="a100:64",
+        gpu=Gpu((8, 0), 108, 64, 2048, 1.41, 41_943_040, 167_936, 166_912),
         utilization=(0.45, "BERT-large, T=128, on one A100 (NVIDIA DeepLearningExamples)"),
     ),
     "h100": Chip(
@@ -135,6 +180,8 @@ CHIPS = {
         network_bandwidth=50e9,
         source="NVIDIA H100 SXM data sheet; DGX H100: 8 x 400 Gbit/s a node",
         example="h100:8",
+        gpu=Gpu((9, 0), 132, 128, 2048, 1.98, 52_428_800, 233_472, 232_448),
+        speed=H100_SPEED,
         utilization=ASSUMED_UTILIZATION,
     ),
     "h200": Chip(
@@ -146,6 +193,7 @@ CHIPS = {
         network_bandwidth=50e9,
         source="NVIDIA H200 SXM data sheet; DGX H200: 8 x 400 Gbit/s a node",
         example="h200:16",
+        gpu=Gpu((9, 0), 132, 128, 2048, 1.98, 62_914_560, 233_472, 232_448),
     ),
     "b200": Chip(
         ("NVIDIA B200",),
@@ -156,6 +204,7 @@ CHIPS = {
         network_bandwidth=50e9,
         source="NVIDIA HGX B200 data sheet, without sparsity; DGX B200: 8 x 400 Gbit/s a node",
         example="b200:8",
+        gpu=Gpu((10, 0), 148, 128, 2048, 1.965, 132_120_576, 233_472, 232_448),
     ),
     "l4": Chip(
         ("NVIDIA L4",),
@@ -166,8 +215,21 @@ CHIPS = {
         network_bandwidth=1.5625e9,
         source="NVIDIA L4 data sheet, without sparsity; PCIe 4.0 x16; g2-standard-96: 8 a node, 100 Gbit/s",
         example="l4:8",
+        gpu=Gpu((8, 9), 58, 128, 1536, 2.04, 50_331_648, 102_400, 101_376),
     ),
 }
+
+
+def speed(chip: Chip) -> tuple[Speed, bool]:
+    """Return the speed of a chip and whether it was measured; else it is an H100's share of the data sheet."""
+    if chip.speed:
+        return chip.speed, True
+    h100 = CHIPS["h100"]
+    scaled = H100_SPEED._replace(
+        flops=H100_SPEED.flops / h100.flops * chip.flops,
+        bandwidth=H100_SPEED.bandwidth / h100.memory_bandwidth * chip.memory_bandwidth,
+    )
+    return scaled, False
 
 
 def find(device_kind: str) -> Chip | None:

@@ -42,6 +42,8 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if _only_cpu():
+        # Otherwise JAX would try installed plugins for absent accelerators, and print why they fail.
+        jax.config.update("jax_platforms", "cpu")
         retain_freed_memory()
         use_eigen_matmul()
     elif deterministic and _may_use_gpu():
@@ -63,14 +65,26 @@ def _platforms() -> str:
     return jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _plugins() -> list[str]:
-    """Return the names of installed modules that add an accelerator to JAX.
-
-    libtpu is only one of them on a machine with TPUs: elsewhere it compiles for absent ones.
-    """
+def _installed_plugins() -> list[str]:
     spec = importlib.util.find_spec("jax_plugins")
     paths = spec.submodule_search_locations if spec else []
-    names = [module.name for module in pkgutil.iter_modules(paths)]
+    return [module.name for module in pkgutil.iter_modules(paths)]
+
+
+def has_cuda_plugin() -> bool:
+    """Whether JAX's plugin for NVIDIA GPUs is installed, which compiles for absent ones too."""
+    return any("cuda" in name for name in _installed_plugins())
+
+
+def _plugins() -> list[str]:
+    """Return the names of installed modules that add an accelerator of this machine to JAX.
+
+    Those for NVIDIA GPUs and TPUs count only on machines that have one: elsewhere they compile for absent
+    ones.
+    """
+    # Device files of a GPU: nvidia0, or dxg in WSL.
+    has_gpu = any(itertools.chain(_DEVICES.glob("nvidia[0-9]*"), _DEVICES.glob("dxg")))
+    names = [name for name in _installed_plugins() if has_gpu or "cuda" not in name]
     # Device files of a TPU: accel0, or vfio/0 from v5e on.
     has_tpu = any(itertools.chain(_DEVICES.glob("accel[0-9]*"), _DEVICES.glob("vfio/[0-9]*")))
     return names + ["libtpu"] * bool(importlib.util.find_spec("libtpu") and has_tpu)
@@ -93,8 +107,8 @@ def unused_gpu(asked: str, platform: str) -> Iterator[str]:
         return
     if _may_use_gpu():
         why = "JAX cannot start it: check nvidia-smi; drivers before 580 need bert-jax[cuda12]"
-    elif _platforms():
-        why = f"$JAX_PLATFORMS is {_platforms()!r}: unset it"
+    elif platforms := os.environ.get("JAX_PLATFORMS"):
+        why = f"$JAX_PLATFORMS is {platforms!r}: unset it"
     else:
         why = "JAX's plugin is missing: pip install 'bert-jax[cuda13]', with Python 3.12 or newer"
     yield f"warning: the GPU of this machine is not used: {why}"

@@ -1,16 +1,18 @@
 """Compile the training step for a topology without the hardware, and read what it needs.
 
-A platform has a compiler if `abstract_devices` returns devices of it to make a mesh of: so far TPUs
-have. The rest of this module reads the compiled program, of any platform.
+A platform has a compiler if `abstract_devices` returns devices of it to make a mesh of. The rest of
+this module reads the compiled program, of any platform.
 """
 
+import contextlib
 import importlib.util
 import math
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +21,9 @@ from bert_jax.config.schema import Config
 from bert_jax.errors import UserError
 from bert_jax.model import attention
 from bert_jax.objectives.base import Phase
+from bert_jax.runtime import device
+from bert_jax.runtime.chips import GPUS_A_NODE, Gpu
+from bert_jax.runtime.progress import Progress
 from bert_jax.tools.preflight import hlo
 from bert_jax.tools.preflight.formulas import StepCost
 from bert_jax.tools.preflight.topology import Topology
@@ -30,10 +35,15 @@ class NotCompiled(UserError):
     """The compiler failed for another reason than memory."""
 
 
+# A device's autotuner mostly picks cuBLAS for products; without a device XLA would take Triton.
+_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+_DETERMINISTIC = "xla_gpu_deterministic_ops"
+
+
 def abstract_devices(topology: Topology) -> Sequence[Any]:
     """Return abstract devices to compile for; () if there is no compiler for this platform."""
-    if not topology.is_tpu:
-        return ()
+    if topology.chip.gpu:
+        return _abstract_gpus(topology, topology.chip.gpu)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"compiling for {topology.name} needs libtpu: pip install 'bert-jax[tpu]' here, "
@@ -70,13 +80,82 @@ def abstract_devices(topology: Topology) -> Sequence[Any]:
         ) from error
 
 
+def _abstract_gpus(topology: Topology, gpu: Gpu) -> Sequence[Any]:
+    """Return abstract GPUs, in nodes of `GPUS_A_NODE`; () without JAX's plugin for them."""
+    nodes, rest = divmod(topology.devices, GPUS_A_NODE)
+    if not device.has_cuda_plugin():
+        return ()
+    if nodes and rest:
+        raise UserError(
+            f"topology {topology.name!r}: choose up to {GPUS_A_NODE} GPUs, or nodes of {GPUS_A_NODE}"
+        )
+    major, minor = gpu.capability
+    # The text form of XLA's GpuTargetConfigProto. Limits that all of these GPUs share are literals.
+    target = f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          shared_memory_per_block: 49152
+          shared_memory_per_core: {gpu.shared_memory}
+          shared_memory_per_block_optin: {gpu.block_memory}
+          threads_per_core_limit: {gpu.threads}
+          core_count: {gpu.cores}
+          fpus_per_core: {gpu.lanes}
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          memory_bandwidth: {topology.chip.memory_bandwidth:.0f}
+          l2_cache_size: {gpu.cache_bytes}
+          clock_rate_ghz: {gpu.clock_ghz}
+          device_memory_size: {topology.chip.memory_bytes}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+        runtime_version {{ major: 13 minor: 0 patch: 0 }}
+        device_description_str: "{topology.chip.device_kinds[0]}"
+    """
+    from jax.experimental import topologies
+
+    shape = f"1x{nodes or 1}x{GPUS_A_NODE if nodes else rest}"
+    return topologies.get_topology_desc("", "cuda", target_config=target, topology=shape).devices
+
+
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[None]:
+    """Show the time that the block takes: live in a terminal, every half minute in a log."""
+    done, start = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not done.wait(30):
+            bar.status(f"still {title} after {time.monotonic() - start:.0f} s")
+
+    with Progress(title, None, "programs") as bar:
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
 def compiled_cost(
     config: Config, phase: Phase, topology: Topology, mesh: Any, state: State, state_bytes: int
-) -> StepCost | float:
-    """Compile the step and return its cost; if it does not fit, the bytes that it needs.
+) -> StepCost | float | None:
+    """Compile the step and return its cost.
 
-    `state_bytes` is the size per device of the step's arguments without padding.
+    If it does not fit, return the bytes that it needs; None if a library is missing. `state_bytes` is
+    the size per device of the step's arguments without padding.
     """
+    if config.model.attention == "cudnn" and not has_cudnn():
+        print(
+            "formulas are used: compiling attention 'cudnn' needs pip install nvidia-cudnn-cu13",
+            file=sys.stderr,
+        )
+        return None
     scanned = config.model.layer_loop == "scanned"
     hint = "" if scanned else "; --config.model.layer_loop=scanned compiles sooner"
     print(
@@ -86,8 +165,10 @@ def compiled_cost(
         flush=True,
     )
     start = time.monotonic()
+    options = {} if topology.is_tpu else {**_GPU_OPTIONS, _DETERMINISTIC: config.deterministic}
     try:
-        compiled = compile_step(config, phase, mesh, state)
+        with _progress("compiling"):
+            compiled = compile_step(config, phase, mesh, state, options)
     except jax.errors.JaxRuntimeError as error:
         if needed := needed_bytes(str(error)):
             return needed
@@ -105,25 +186,40 @@ def compiled_cost(
     }
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     memory["total"] = memory["arguments"] + results + memory["temporaries"] + memory["program"]
-    # A Pallas kernel's products are not in the program's text.
+    # The products of attention kernels are not in the program's text: share out those by formula.
     kernel_flops, rows = 0.0, phase.batch_size / topology.devices
     if config.model.attention in attention.KERNELS:
         kernel_flops = 12.0 * config.model.layers * phase.tokens**2 * config.model.hidden * rows
-    expected = phase.objective.flops_per_row * rows - kernel_flops
-    if program.matrix_flops < expected / 2:
+    total = sum(kernel.bytes for kernel in program.kernels if kernel.kind == "attention")
+    kernels = [
+        kernel._replace(flops=kernel_flops * kernel.bytes / total)
+        if kernel.kind == "attention"
+        else kernel
+        for kernel in program.kernels
+    ]
+    flops = sum(kernel.flops for kernel in kernels)
+    expected = phase.objective.flops_per_row * rows
+    if flops < expected / 2:
         raise NotCompiled(
-            f"{topology.name}: the compiled program has {program.matrix_flops:.3g} FLOPs besides "
-            f"attention, by formula the step has {expected:.3g}: this version of bert_jax cannot read "
-            "the compiler's programs; use the versions of JAX and libtpu that it was tested with"
+            f"{topology.name}: the compiled program has {flops:.3g} FLOPs, by formula the step has "
+            f"{expected:.3g}: this version of bert_jax cannot read the compiler's programs; use the "
+            "versions of JAX and libtpu that it was tested with"
         )
     return StepCost(
         memory,
-        program.matrix_flops + kernel_flops,
-        float(program.traffic_bytes),
+        flops,
+        float(sum(kernel.bytes for kernel in kernels)),
         program.collectives,
+        kernels,
         compile_seconds=seconds,
         cost_analysis_flops=(compiled.cost_analysis() or {}).get("flops"),
     )
+
+
+def has_cudnn() -> bool:
+    """Whether cuDNN is installed as a package, which compiling its attention needs."""
+    find = importlib.util.find_spec
+    return bool(find("nvidia") and find("nvidia.cudnn"))
 
 
 def needed_bytes(message: str) -> float | None:

@@ -13,9 +13,10 @@ from bert_jax.objectives.base import Phase
 from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
-from bert_jax.runtime.chips import ASSUMED_UTILIZATION, Chip
-from bert_jax.tools.preflight.compiler import abstract_devices, compiled_cost
+from bert_jax.runtime.chips import ASSUMED_UTILIZATION, Chip, speed
+from bert_jax.tools.preflight.compiler import abstract_devices, compiled_cost, has_cudnn
 from bert_jax.tools.preflight.formulas import StepCost, formula_cost, would_fit
+from bert_jax.tools.preflight.kernels import by_source, expected_seconds
 from bert_jax.tools.preflight.topology import Location, Topology, locations, network_seconds
 from bert_jax.training.state import initial_state
 
@@ -45,10 +46,14 @@ def preflight(
     def implementation(tokens: int) -> str:
         return attention.choose(config, platform, sizes[-1], tokens).implementation
 
-    # GPU kernels cannot be traced without the GPU's libraries, and nothing is compiled for GPUs.
-    traced = implementation if topology.is_tpu else lambda _: "xla"
-    config, phases = pretraining.abstract_phases(config, sequences, traced)
     mesh, devices = jax.sharding.AbstractMesh(sizes, sharding.AXES), abstract_devices(topology)
+
+    def traced(tokens: int) -> str:
+        # Without JAX's plugin, or cuDNN, kernels for GPUs cannot be traced.
+        name = implementation(tokens)
+        return name if devices and (name != "cudnn" or has_cudnn()) else "xla"
+
+    config, phases = pretraining.abstract_phases(config, sequences, traced)
     if devices:
         mesh = sharding.make_mesh(config.mesh, devices)
         devices = mesh.devices.flat
@@ -56,6 +61,7 @@ def preflight(
     for i, phase in enumerate(phases):
         sharding.check_batch(mesh, phase.batch_size, phase.accumulation, batch_size_key(config, i))
     chip, entries, first_step = topology.chip, [], 0
+    measured, is_measured = speed(chip)
     utilization = dict(
         zip(("share", "measured"), chip.utilization or ASSUMED_UTILIZATION, strict=True)
     )
@@ -81,6 +87,7 @@ def preflight(
         "device": chip.device_kinds[0],
         "source": chip.source,
         "mesh": dict(zip(sharding.AXES, sizes, strict=True)),
+        "has_compiler": bool(devices),
         "parameters": parameter_count(
             jax.eval_shape(phases[0].objective.init, jax.random.key(0)), config.model
         ),
@@ -89,6 +96,7 @@ def preflight(
         "phases": entries,
         "fits": all(entry["fits"] for entry in entries),
         "utilization": {**utilization, "assumed": chip.utilization is None},
+        "speed": {"measured": measured.source, "assumed": not is_measured},
     }
     for prefix in ("", "expected_"):
         hours = sum(entry[f"{prefix}hours"] for entry in entries)
@@ -139,12 +147,16 @@ def _phase(
         kind["times"] += collective.times
         kind["seconds"] += network_seconds(topology, places, collective)
     # By default, TPUs multiply float32 in one bfloat16 pass, and GPUs as TF32 at half the rate.
-    peak = chip.flops / (1 if topology.is_tpu or config.model.dtype == "bfloat16" else 2)
+    passes = 1 if topology.is_tpu or config.model.dtype == "bfloat16" else 2
+    peak = chip.flops / passes
     network = sum((kind["seconds"] for kind in sent.values()), 0.0)
     times = roofline(chip._replace(flops=peak), cost.flops, cost.traffic, network)
     # Utilization counts the FLOPs of the model, without recomputation.
     formula_flops = phase.objective.flops_per_row * phase.batch_size / topology.devices
-    expected = max(times["step_seconds"], formula_flops / (utilization * peak))
+    if is_compiled:
+        expected = expected_seconds(cost.kernels, chip, passes, network)
+    else:
+        expected = max(times["step_seconds"], formula_flops / (utilization * peak))
     assert isinstance(phase.objective, MaskedLM)
     change = None if fits else would_fit(config, i, phase, topology, state, memory["temporaries"])
     return {
@@ -165,6 +177,7 @@ def _phase(
         },
         "traffic": cost.traffic,
         "collectives": sent,
+        "kernels": by_source(cost.kernels, chip, passes),
         "roofline": times,
         "tokens_per_second": phase.batch_size * phase.tokens / times["step_seconds"],
         "expected_step_seconds": expected,

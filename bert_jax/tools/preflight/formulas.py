@@ -17,7 +17,7 @@ from bert_jax.objectives.base import Phase
 from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
-from bert_jax.tools.preflight.hlo import Collective
+from bert_jax.tools.preflight.hlo import Collective, Kernel
 from bert_jax.tools.preflight.topology import Topology
 from bert_jax.training.state import State
 
@@ -30,6 +30,7 @@ class StepCost(NamedTuple):
         flops: FLOPs that are computed, with those of rematerialization.
         traffic: bytes read from and written to main memory.
         collectives: what is sent between devices.
+        kernels: the kernels of the compiled program; none for a formula.
         compile_seconds: time of the compilation; None for a formula.
         cost_analysis_flops: XLA's own count, if it gives one.
     """
@@ -38,6 +39,7 @@ class StepCost(NamedTuple):
     flops: float
     traffic: float
     collectives: list[Collective]
+    kernels: Sequence[Kernel] = ()
     compile_seconds: float | None = None
     cost_analysis_flops: float | None = None
 

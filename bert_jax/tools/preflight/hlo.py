@@ -20,6 +20,7 @@ _FREE = {
     "after-all", "partition-id", "replica-id", "opt-barrier", "add-dependency", "iota",
 }  # fmt: skip
 _SLICES = ("slice", "dynamic-slice", "gather")
+_SHOWN = 3  # arrays of a kernel that are named
 # Instructions that compute nothing but move data.
 _MOVES = _FREE | {
     *_SLICES, "copy", "transpose", "broadcast", "reshape", "dynamic-update-slice", "concatenate", "pad",
@@ -42,6 +43,9 @@ class Shape(NamedTuple):
     dimensions: tuple[int, ...]
     # 0 is main memory (HBM); other spaces, such as VMEM on TPUs, cause no main-memory traffic.
     space: int
+
+    def __str__(self) -> str:
+        return f"{self.type}[{','.join(map(str, self.dimensions))}]"
 
     @property
     def bytes(self) -> int:
@@ -84,6 +88,29 @@ class Instruction:
     def attribute(self, name: str) -> str:
         """Return the name that an attribute has as its value."""
         return _groups(rf"\b{name}=%?([\w.\-]+)", self.attributes)[0]
+
+
+class Kernel(NamedTuple):
+    """An instruction that runs by itself, with what all its executions in a run of the program cost.
+
+    Attributes:
+        kind: "products" (with the operations fused into them), "attention" (kernels, whose products are
+            not in the program's text), "collectives" or "other".
+        source: name scope in the JAX program, with " (backward)" for gradients.
+        shape: the arrays that it returns.
+        times: number of executions.
+        flops: FLOPs of its matrix products.
+        bytes: main-memory traffic, each array once per execution.
+        cycles: the compiler's own estimate, which only TPUs have.
+    """
+
+    kind: str
+    source: str
+    shape: str
+    times: int
+    flops: float
+    bytes: int
+    cycles: int | None
 
 
 class Collective(NamedTuple):
@@ -151,15 +178,49 @@ class Program:
                 waiting += [(called, times * more, inside) for called, more in self._called(i)]
         return executed
 
-    @property
-    def matrix_flops(self) -> float:
-        """FLOPs of matrix products and convolutions, 2 per multiply-add."""
-        return sum(times * _matrix_flops(i) for i, _, times, _ in self._executed)
+    @functools.cached_property
+    def kernels(self) -> list[Kernel]:
+        """The instructions outside fusions that compute, move or send anything."""
+        kernels = []
+        for i, _, times, fused in self._executed:
+            flops, traffic = 0.0, 0
+            if not fused:
+                flops, traffic = times * self._flops(i), times * self._traffic(i)
+            if flops or traffic:
+                arrays = [*map(str, i.shapes)]
+                shape = ", ".join(arrays[:_SHOWN]) + ", …" * (len(arrays) > _SHOWN)
+                cycles = re.search(r'"estimated_cycles":"(\d+)"', i.attributes)
+                kernels.append(
+                    Kernel(
+                        self._kind(i, flops),
+                        scope(i.source),
+                        shape,
+                        times,
+                        flops,
+                        traffic,
+                        times * int(cycles[1]) if cycles else None,
+                    )
+                )
+        return kernels
 
-    @property
-    def traffic_bytes(self) -> int:
-        """Bytes read from and written to main memory, each array once per instruction."""
-        return sum(times * self._traffic(i) for i, _, times, fused in self._executed if not fused)
+    def _kind(self, i: Instruction, flops: float) -> str:
+        parts = self._computations[i.attribute("calls")] if i.op == "fusion" else [i]
+        if any(part.op.startswith(COLLECTIVES) for part in parts):
+            return "collectives"
+        # Of cuDNN, Triton and Mosaic.
+        if (
+            i.op == "custom-call"
+            and not flops
+            and re.search(r"/attend/|fmha", i.source + i.attributes)
+        ):
+            return "attention"
+        return "products" if flops else "other"
+
+    def _flops(self, i: Instruction) -> float:
+        """Return the FLOPs of the matrix products of an instruction, with those fused into it."""
+        if i.op != "fusion":
+            return _matrix_flops(i)
+        return sum(self._flops(j) for j in self._computations[i.attribute("calls")])
 
     @property
     def collectives(self) -> list[Collective]:
@@ -260,6 +321,14 @@ class Program:
             elif not (user.op == "dynamic-update-slice" and is_first):
                 return whole
         return min(total, whole)
+
+
+def scope(source: str) -> str:
+    """Return the name scope of `Instruction.source`, without its operation, and the pass if backward."""
+    # The compiler joins the names of instructions that it combines.
+    names = [part for part in source.split("/")[:-1] if re.fullmatch(r"(?!cond$|branch_)\w+", part)]
+    scope = "/".join(names[:8]) or "step"
+    return f"{scope} (backward)" if "transpose(" in source else scope
 
 
 def _is_open(line: str) -> bool:

@@ -3,10 +3,19 @@
 from typing import Any
 
 from bert_jax.runtime.chips import Chip, find
+from bert_jax.tools.preflight.kernels import format_sources
 
 
-def format_report(report: dict[str, Any]) -> str:
-    """Format the result of `preflight` as text."""
+def format_report(
+    report: dict[str, Any], explain: int = 0, before: dict[str, Any] | None = None
+) -> str:
+    """Format the result of `preflight` as text.
+
+    Args:
+        report: the result.
+        explain: number of sources of traffic to list for each compiled phase.
+        before: an earlier result for the same topology, to compare with.
+    """
     chip = find(report["device"])
     assert chip
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
@@ -19,8 +28,19 @@ def format_report(report: dict[str, Any]) -> str:
     ]
     if report["vocab_size_assumed"]:
         lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, since no rows are given")
+    if not report["has_compiler"]:
+        lines.append(
+            "formulas are used: compiling for GPUs needs Python 3.12 or newer and pip install "
+            "'bert-jax[gpu-compile]' (no GPU is needed)"
+        )
     for i, phase in enumerate(report["phases"]):
         lines += ["", *_phase_lines(i, phase, chip)]
+        if explain and phase["kernels"]:
+            earlier = before["phases"][i] if before and i < len(before["phases"]) else None
+            if earlier:
+                size = _size(earlier["memory"]["temporaries"])
+                lines.append(f"  before: {size} of temporaries")
+            lines += format_sources(phase["kernels"], earlier and earlier["kernels"], explain)
     lines.append("")
     for name, prefix in (("expected", "expected_"), ("at least", "")):
         hours, chip_hours, dollars = (
@@ -28,10 +48,23 @@ def format_report(report: dict[str, Any]) -> str:
         )
         price = "" if dollars is None else f", {dollars:,.2f} dollars"
         lines.append(f"total, {name}: {hours:,.2f} hours, {chip_hours:,.1f} chip-hours{price}")
-    used = report["utilization"]
-    source = f"{'ASSUMED from' if used['assumed'] else 'as in'} {used['measured']}"
-    lines += [f"expected at {used['share']:.0%} of the peak, {source}"]
+    methods = {phase["method"] for phase in report["phases"]}
+    if "compiled" in methods:
+        lines.append(f"expected of compiled steps: {_speed_line(report, chip)}")
+    if "formula" in methods:
+        used = report["utilization"]
+        source = f"{'ASSUMED from' if used['assumed'] else 'as in'} {used['measured']}"
+        lines.append(f"expected by formula: {used['share']:.0%} of the peak, {source}")
     return "\n".join([*lines, f"data sheet: {report['source']}"])
+
+
+def _speed_line(report: dict[str, Any], chip: Chip) -> str:
+    source = report["speed"]["measured"]
+    if chip.clock_hz:
+        return f"PREDICTED by its compiler at {chip.clock_hz / 1e9:g} GHz, never timed"
+    if report["speed"]["assumed"]:
+        return f"PREDICTED, never timed: the data sheet's share that kernels reach on another chip, {source}"
+    return f"the sum of its kernels at measured speed, {source}"
 
 
 def _size(count: int | float) -> str:
