@@ -329,11 +329,36 @@ def test_layer_norm_is_accurate_far_from_zero():
     x = 3000 + np.random.default_rng(0).standard_normal((4, 64))
     norm = norm_layer(ModelConfig())
     assert norm.epsilon == 1e-12  # as in BERT
-    result = norm.apply(
-        {"params": {"scale": np.ones(64), "bias": np.zeros(64)}}, x.astype(np.float32)
-    )
+    params = {"scale": jnp.ones(64), "bias": jnp.zeros(64)}
+    result = norm.apply({"params": params}, jnp.asarray(x, jnp.float32))
     exact = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
     np.testing.assert_allclose(result, exact, atol=1e-2)  # x is rounded to 2e-4
+
+
+@pytest.mark.parametrize("mean", [0, 4, 64])
+def test_layer_norm_in_bfloat16_is_as_accurate_as_pytorch(mean):
+    rng = np.random.default_rng(0)
+    x, cotangent = (
+        torch.tensor(array, dtype=torch.bfloat16)
+        for array in (mean + rng.standard_normal((200, 768)), rng.standard_normal((200, 768)))
+    )
+
+    def with_torch(dtype):
+        leaf = x.to(dtype).requires_grad_()
+        y = torch.nn.functional.layer_norm(leaf, (768,), eps=1e-12)
+        return y, *torch.autograd.grad(y, leaf, cotangent.to(dtype))
+
+    params = {"params": {"scale": jnp.ones(768), "bias": jnp.zeros(768)}}
+    ours, cotangent_array = (jnp.array(t.float().numpy(), jnp.bfloat16) for t in (x, cotangent))
+    y, vjp = jax.vjp(lambda x: norm_layer(ModelConfig()).apply(params, x), ours)
+    results = zip((y, *vjp(cotangent_array)), with_torch(torch.bfloat16), strict=True)
+    for (result, theirs), exact in zip(results, with_torch(torch.float64), strict=True):
+        exact = exact.detach().numpy()
+        error, their_error = (
+            np.sqrt(np.mean((np.asarray(array, np.float64) - exact) ** 2))
+            for array in (result, theirs.detach().double().numpy())
+        )
+        assert error <= 1.01 * their_error
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def gather_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[A
 
     The gradient is a scatter-add, whose order of additions is not fixed on a GPU. With deterministic
     kernels XLA expands it into a sort of all B·T·D numbers. There, this function sorts only the indices
-    and adds the rows of equal ones in a tree of log2(B·T) levels.
+    and adds the rows of equal ones in blocks, by products.
     """
     take = _take_in_order if device.has_deterministic_kernels() else _take
     return take(table, index)
@@ -104,23 +104,36 @@ _take_in_order.defvjp(
 )
 
 
+_BLOCK = 128  # rows that one product sums
+
+
 def _sum_rows(
     index: Int[Array, "B T"], rows: Float[Array, "B T D"], size: int
 ) -> Float[Array, "V D"]:
     """Return for each of the indices below `size` the sum of its rows, in a fixed order of additions."""
     index, rows = index.ravel(), rows.reshape(-1, rows.shape[-1])
-    order = jnp.argsort(index)
-    index, rows = index[order], rows[order]
-    distance = 1
-    while distance < len(index):  # then each row is the sum of those before it with its index
-        earlier = jnp.pad(rows[:-distance], ((distance, 0), (0, 0)))
-        is_same = index == jnp.pad(index[:-distance], (distance, 0), constant_values=-1)
-        rows += jnp.where(is_same[:, None], earlier, 0)
+    order, padding = jnp.argsort(index), -len(index) % _BLOCK
+    index = jnp.pad(index[order], (0, padding), constant_values=size)
+    blocks = jnp.pad(rows[order], ((0, padding), (0, 0)))
+    ids, blocks = index.reshape(-1, _BLOCK), blocks.reshape(-1, _BLOCK, rows.shape[-1])
+    # Each row becomes the sum of those before it with its index: first in its block …
+    is_same = jnp.tril(ids[:, :, None] == ids[:, None, :]).astype(rows.dtype)
+    blocks = jnp.einsum("bij,bjd->bid", is_same, blocks, precision=jax.lax.Precision.HIGHEST)
+    # … then of the blocks before, whose last rows are added in a tree.
+    ends, end_ids, distance = blocks[:, -1], ids[:, -1], 1
+    while distance < len(ends):
+        before = jnp.pad(ends[:-distance], ((distance, 0), (0, 0)))
+        before_ids = jnp.pad(end_ids[:-distance], (distance, 0), constant_values=-1)
+        ends += jnp.where((end_ids == before_ids)[:, None], before, 0)
         distance *= 2
-    is_last = index != jnp.append(index[1:], -1)
+    before = jnp.pad(ends[:-1], ((1, 0), (0, 0)))
+    before_ids = jnp.pad(end_ids[:-1], (1, 0), constant_values=-1)
+    blocks += jnp.where((ids == before_ids[:, None])[..., None], before[:, None], 0)
+    is_last = (index != jnp.append(index[1:], -1)) & (index < size)
     target = jnp.where(is_last, index, size + jnp.arange(len(index)))  # others are out of bounds
     zeros = jnp.zeros((size, rows.shape[1]), rows.dtype)
-    return zeros.at[target].set(rows, mode="drop", unique_indices=True)
+    sums = blocks.reshape(-1, rows.shape[1])
+    return zeros.at[target].set(sums, mode="drop", unique_indices=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -333,19 +346,89 @@ def dense(
     )
 
 
-def norm_layer(config: ModelConfig, name: str | None = None) -> nn.Module:
-    """Return the norm that `config.norm.kind` selects, over the last axis."""
-    if config.norm.kind == "rms_norm":
-        return nn.RMSNorm(config.norm.epsilon, dtype=config.dtype, name=name)
-    # The fast variance E[x²] - E[x]² suffers from cancellation in float32 and would break parity
-    # with the reference implementations.
-    return nn.LayerNorm(
-        config.norm.epsilon,
-        dtype=config.dtype,
-        use_bias=config.norm.kind == "layer_norm",
-        use_fast_variance=False,
-        name=name,
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last axis, computed in float32.
+
+    Attributes:
+        epsilon: added to the variance.
+        is_centered: whether to subtract the mean, as LayerNorm does.
+        use_bias: whether to add a bias.
+    """
+
+    epsilon: float
+    is_centered: bool
+    use_bias: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        shape = x.shape[-1:]
+        scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
+        return _normalize(self.epsilon, self.is_centered, x, scale, bias)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normalize(
+    epsilon: float,
+    is_centered: bool,
+    x: Float[Array, "... D"],
+    scale: Float[Array | np.ndarray, " D"],
+    bias: Float[Array | np.ndarray, " D"] | None,
+) -> Float[Array, "... D"]:
+    """Normalize the last axis; see `Norm`.
+
+    The backward pass keeps x in its own dtype. Automatic differentiation would keep float32 arrays.
+    """
+    return _normalize_forward(epsilon, is_centered, x, scale, bias)[0]
+
+
+def _normalize_forward(epsilon, is_centered, x, scale, bias):
+    y = x.astype(jnp.float32)
+    mean = y.mean(-1, keepdims=True) if is_centered else jnp.float32(0)
+    if x.dtype == jnp.float32:
+        variance = jnp.mean((y - mean) ** 2, -1, keepdims=True)
+    else:
+        # Both means in one pass. This loses digits only where the mean is so many deviations away from
+        # zero that bfloat16 has lost more of them.
+        variance = jnp.maximum(jnp.mean(y**2, -1, keepdims=True) - mean**2, 0)
+    factor = jax.lax.rsqrt(variance + epsilon)
+    y = (y - mean) * (factor * scale)
+    y = y if bias is None else y + bias
+    return y.astype(x.dtype), (x, mean, factor, scale, bias)
+
+
+def _normalize_backward(epsilon, is_centered, residuals, cotangent):
+    x, mean, factor, scale, bias = residuals
+    normal = (x.astype(jnp.float32) - mean) * factor
+    cotangent = cotangent.astype(jnp.float32)
+    grad = cotangent * scale
+    projected = grad - normal * jnp.mean(grad * normal, -1, keepdims=True)
+    if is_centered:
+        projected -= grad.mean(-1, keepdims=True)
+    axes = tuple(range(x.ndim - 1))
+    # With the barrier XLA writes this gradient once, and fuses what uses it into one kernel. Without it
+    # every user repeats the normalization, which moves more memory on GPUs.
+    grad_x = jax.lax.platform_dependent(
+        (factor * projected).astype(x.dtype),
+        cuda=jax.lax.optimization_barrier,
+        default=lambda grad: grad,
     )
+    return (
+        grad_x,
+        jnp.sum(cotangent * normal, axes),
+        None if bias is None else jnp.sum(cotangent, axes),
+    )
+
+
+_normalize.defvjp(_normalize_forward, _normalize_backward)
+
+
+def norm_layer(config: ModelConfig, name: str | None = None) -> Norm:
+    """Return the norm that `config.norm.kind` selects, over the last axis."""
+    kind = config.norm.kind
+    return Norm(config.norm.epsilon, kind != "rms_norm", kind == "layer_norm", name=name)
 
 
 def fold_in(key: Key[Array, ""] | None, data: Any) -> Key[Array, ""] | None:

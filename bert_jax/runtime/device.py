@@ -9,6 +9,7 @@ import os
 import pathlib
 import pkgutil
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -191,6 +192,17 @@ def has_deterministic_kernels() -> bool:
     flags = os.environ.get("XLA_FLAGS", "").split()
     values = [flag for flag in flags if flag.partition("=")[0] == f"--{_DETERMINISTIC}"]
     return bool(values) and values[-1].partition("=")[2].lower() in ("", "true", "1")
+
+
+@contextlib.contextmanager
+def tracing_for_gpu(deterministic: bool) -> Iterator[dict[str, Any]]:
+    """Trace in the block as a process with a GPU would, and give XLA's option for the compilation."""
+    before = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{before} --{_DETERMINISTIC}={str(deterministic).lower()}"
+    try:
+        yield {_DETERMINISTIC: deterministic}
+    finally:
+        os.environ["XLA_FLAGS"] = before
 
 
 @contextlib.contextmanager

@@ -37,7 +37,6 @@ class NotCompiled(UserError):
 
 # A device's autotuner mostly picks cuBLAS for products; without a device XLA would take Triton.
 _GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-_DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
 def abstract_devices(topology: Topology) -> Sequence[Any]:
@@ -165,10 +164,13 @@ def compiled_cost(
         flush=True,
     )
     start = time.monotonic()
-    options = {} if topology.is_tpu else {**_GPU_OPTIONS, _DETERMINISTIC: config.deterministic}
     try:
         with _progress("compiling"):
-            compiled = compile_step(config, phase, mesh, state, options)
+            if topology.is_tpu:
+                compiled = compile_step(config, phase, mesh, state)
+            else:
+                with device.tracing_for_gpu(config.deterministic) as options:
+                    compiled = compile_step(config, phase, mesh, state, _GPU_OPTIONS | options)
     except jax.errors.JaxRuntimeError as error:
         if needed := needed_bytes(str(error)):
             return needed

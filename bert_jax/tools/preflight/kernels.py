@@ -12,11 +12,12 @@ KINDS = ("products", "attention", "other", "collectives")
 def seconds(kernel: Kernel, chip: Chip, passes: int) -> float:
     """Return the expected time of all executions of a kernel, without that of the network.
 
-    This is the estimate of a TPU's compiler where it has one, and else the longer of products and
-    traffic at the speed of `chips.speed`. `passes` is that of `expected_seconds`.
+    This is the estimate of a TPU's compiler, which has none of attention kernels, nor of copies that
+    run beside the computation; otherwise the longer of products and traffic at the speed of
+    `chips.speed`. `passes` is that of `expected_seconds`.
     """
-    if kernel.cycles and chip.clock_hz:
-        return kernel.cycles / chip.clock_hz
+    if chip.clock_hz and kernel.kind != "attention":
+        return (kernel.cycles or 0) / chip.clock_hz
     rates, _ = speed(chip)
     factor = rates.factors.get(kernel.kind, 0.0)
     return factor * max(kernel.flops * passes / rates.flops, kernel.bytes / rates.bandwidth)
