@@ -3,6 +3,8 @@
 import pytest
 
 from tests import goldens
+from tests.helpers import processes
+from tests.helpers.runs import ONE_DEVICE, command
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +19,22 @@ def recorded():
     return result
 
 
-def test_pretraining_matches_recorded_digests(recorded, tmp_path):
+def test_pretraining_matches_recorded_digests(recorded, rows, tmp_path):
+    """The run named "whole": two phases of packed rows, with accumulation."""
+    argv = command(
+        tmp_path,
+        [rows(32, 3), rows(64, 4)],
+        *goldens.PRETRAINING,
+        size="L2-H32-A2",
+        phases=",32,64",
+    )
+    processes.run(argv, env=ONE_DEVICE, check=True)
+    assert goldens.digest(tmp_path) == recorded["pretrain, whole"]
+
+
+# Other tests compare resumed runs with whole ones, and meshes up to rounding.
+@pytest.mark.nightly
+def test_resumed_pretraining_and_one_on_a_mesh_match_recorded_digests(recorded, tmp_path):
     cases = goldens.pretraining(tmp_path)
     assert {
         f"pretrain, {case}": result for case, result in cases.items()
