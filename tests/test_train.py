@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 import shutil
 import signal
 import subprocess
@@ -52,24 +51,17 @@ def test_killed_run_resumes_bitwise_identical(tmp_path, rows):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     done = pretrain(whole, both, *changes, **options)
     assert done.returncode == 0, done.stderr
-    rng, kills = random.Random(0), 0
-    for lines in (6, 12):  # of 24
-        process = processes.Process(command(broken, both, *changes, **options), env=ONE_DEVICE)
-        # Kill at a random moment, once the run has got further than last time.
-        path = broken / "metrics.jsonl"
-        while process.poll() is None:
-            if path.exists() and len(path.read_bytes().splitlines()) >= lines:
-                time.sleep(rng.uniform(0, 0.05))
-                process.send_signal(signal.SIGKILL)
-                kills += process.wait() == -signal.SIGKILL
-                break
-            time.sleep(0.005)
+    process = processes.Process(command(broken, both, *changes, **options), env=ONE_DEVICE)
+    path = broken / "metrics.jsonl"
+    while not path.exists() or len(path.read_bytes().splitlines()) < 8:  # of 24
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     last = pretrain(broken, both, *changes, **options)
     assert last.returncode == 0, last.stderr
-    assert kills == 2
-    starts = workdir.read_lines(broken / "starts.jsonl")
-    assert len(starts) == 3
-    assert starts[-1]["step"] > 0
+    first, second = workdir.read_lines(broken / "starts.jsonl")
+    assert first["step"] == 0 < second["step"]
     assert_same_run(broken, whole)
 
 
@@ -177,7 +169,10 @@ def on_one_device(prepared):
     return run_steps(*prepared, jax.devices()[:1], 8)
 
 
-@pytest.mark.parametrize("mesh", LAYOUTS)
+# The last one has FSDP too.
+@pytest.mark.parametrize(
+    "mesh", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.nightly), LAYOUTS[2]]
+)
 def test_results_are_independent_of_the_device_layout(prepared, on_one_device, mesh):
     config, phase = prepared
     one, expected = on_one_device
