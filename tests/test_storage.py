@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import cli, storage
+from bert_jax import cli, storage, train
 from bert_jax.config.schema import CheckpointConfig
 from bert_jax.data import loader
 from bert_jax.data.prepare import prepare
@@ -26,6 +26,7 @@ from bert_jax.data.rows import read_manifest
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.runs import checkpoint, manifests, workdir
+from bert_jax.runtime.signals import Interrupted
 from bert_jax.storage import copies
 from bert_jax.storage import lease as lease_lib
 from tests.helpers import processes
@@ -42,6 +43,7 @@ from tests.helpers.runs import (
 
 STEPS = ("steps=16", "checkpoint.every_steps=4", "evaluate_every_steps=8", "log_every_steps=4")
 SHORT = ("steps=6", "checkpoint.every_steps=2", "evaluate_every_steps=6", "log_every_steps=2")
+COMPILED = {}  # the training steps of runs with SHORT
 on_both = pytest.mark.parametrize("server", ["gs", "s3"], indirect=True)
 
 
@@ -651,23 +653,22 @@ def test_damaged_checkpoints_are_set_aside(url, capfd):
 
 
 @pytest.mark.slow
-def test_killed_and_preempted_run_resumes_bitwise_identical(
-    server, url, remote_rows, uninterrupted
-):
+def test_killed_run_resumes_bitwise_identical(server, url, remote_rows, uninterrupted):
     """It ends on another machine, which has no copies."""
-    for count, number in ((8, signal.SIGKILL), (24, signal.SIGTERM)):
-        process = start(server, url, remote_rows)
-        wait_for_objects(url, count, process)
-        process.send_signal(number)
-        _, result = process.communicate(timeout=120)
-        expected = -number if number == signal.SIGKILL else cli.EXIT_INTERRUPTED
-        assert process.returncode == expected, result
-    step = int(re.search(rf"saved step (\d+) of 16 in {url}", result)[1])
+    process = start(server, url, remote_rows)
+    while not re.search(
+        "(^| )4-[^ ]+/manifest.json", " ".join(storage.listing(f"{url}/checkpoints"))
+    ):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.kill()
+    _, result = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, result
     elsewhere = server.environment["BERT_JAX_STORAGE_CACHE"] + "2"
     result = finish(start(server, url, remote_rows, "--cache", elsewhere))
-    assert f"resuming at step {step} of 16" in result
+    assert re.search("resuming at step [1-9][0-9]* of 16", result)
     assert list(pathlib.Path(elsewhere).rglob("*.arrayrecord"))
-    assert len(storage.read(f"{url}/starts.jsonl").splitlines()) >= 2
+    assert len(storage.read(f"{url}/starts.jsonl").splitlines()) == 2
     assert_same_run(url, uninterrupted)
 
 
@@ -696,13 +697,30 @@ def test_second_writer_is_rejected(url, remote_rows, monkeypatch):
 def local_run(rows, tmp_path_factory):
     """Return the folder of a run of 6 steps in this process."""
     folder = tmp_path_factory.mktemp("local") / "run"
-    train_here(folder, rows, *SHORT)
+    train_here(folder, rows, *SHORT, compiled=COMPILED)
     return folder
 
 
-def test_run_survives_transient_server_errors(server, url, remote_rows, local_run):
-    server.proxy.fail_every = 25
-    train_here(url, lambda: remote_rows, *SHORT, "checkpoint.keep_every_steps=6")
+def test_run_survives_transient_server_errors_and_a_preemption(
+    server, url, remote_rows, local_run, monkeypatch
+):
+    changes, steps, shard_batch = (*SHORT, "checkpoint.keep_every_steps=6"), [], train.shard_batch
+
+    def signal_at_step_3(batch, mesh):
+        steps.append(len(steps) + 1)
+        if steps[-1] == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return shard_batch(batch, mesh)
+
+    def run():
+        train_here(url, lambda: remote_rows, *changes, compiled=COMPILED, save_on_signal=True)
+
+    server.proxy.fail_every = 50
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "shard_batch", signal_at_step_3)
+        with pytest.raises(Interrupted, match=f"saved step 3 of 6 in {url}"):
+            run()
+    run()
     server.proxy.fail_every = 0
     assert_same_run(url, local_run)
     names = storage.listing(f"{url}/checkpoints")
