@@ -372,7 +372,7 @@ def get_points(args):
     text = args.data / "text.txt"
     vocab = Point("vocab", ("vocab", text, "--size", 150))
     rows = Point("rows", ("prepare", text, "--vocab", vocab, "--tokens", 32, "--sequences", 2,
-        "--heldout-fraction", 0.2))
+        "--heldout-fraction", 0.2, "--workers", 1))
     model = Point("L1-H16-A2", ("pretrain", "--config", "configs/pretrain.py:L1-H16-A2,32",
         "--rows", rows, "--config.steps=6", "--config.batch_size=4", "--config.evaluate_rows=8",
         "--config.evaluate_every_steps=3", "--config.log_every_steps=2"), {"layers": 1})
