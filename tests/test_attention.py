@@ -195,7 +195,7 @@ def test_sharded_step_compiles_for_tpu(rows):
     check(config, devices[0].platform, mesh.shape["tensor"])
     _, shapes = state_lib.initial_state(config, phase, mesh)
     text = step_lib.compile_step(config, phase, mesh, shapes).as_text()
-    for kernel in ("fwd", "dq", "dkv"):
+    for kernel in ("fwd", "dkv"):  # the gradients are of one kernel
         assert f"splash_mha_{kernel}" in text
     # Only the gradient of the word embeddings is a scatter, which needs atomic additions on GPUs,
     # and bfloat16 has no fast ones.

@@ -319,7 +319,8 @@ def run(capsys, *arguments):
 
 
 def test_gpu_estimates_use_the_formula(capsys):
-    arguments = ["--topology", "h100:8", "--dollars-per-chip-hour", "2"]
+    unpadded = "--config.model.vocab_multiple=1"
+    arguments = ["--topology", "h100:8", "--dollars-per-chip-hour", "2", unpadded]
     status, out, _ = run(capsys, *arguments)
     assert status == 0
     assert "BY FORMULA" in out

@@ -248,8 +248,8 @@ class Kernel(NamedTuple):
         head_sizes: supported head sizes K.
         block_tokens: T is padded to a multiple of it.
         is_local: whether it supports local attention (`reach`).
-        least_tokens: "auto" chooses it for rows of this T and more, for which it was measured (on an H100)
-            or compiled (for a TPU v5e) to be faster than "xla".
+        least_tokens: "auto" chooses it for rows of this T and more, where it is faster than "xla".
+        evidence: how that is known.
     """
 
     run: Callable[..., Any]
@@ -259,15 +259,19 @@ class Kernel(NamedTuple):
     block_tokens: int
     is_local: bool
     least_tokens: int
+    evidence: str
 
 
+_TIMED, _COMPILED = "timed on an H100", "compiled for a TPU v5e, never timed"
 KERNELS = {
     # cuDNN's fused attention (`jax.nn.dot_product_attention`).
-    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64, True, 128),
+    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64, True, 128, _TIMED),
     # jax.experimental.pallas.ops.gpu.attention, through Triton.
-    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128, False, 128),
+    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128, False, 128, _TIMED),
     # jax.experimental.pallas.ops.tpu.splash_attention, through Mosaic.
-    "splash": Kernel(_splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128, True, 256),
+    "splash": Kernel(
+        _splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128, True, 256, _COMPILED
+    ),
 }
 
 
@@ -304,8 +308,10 @@ def choose(config: TrainConfig, platform: str, tensor: int, tokens: int) -> Choi
     if reason:
         return Choice("xla", f"not {name}: {reason}")
     if tokens < KERNELS[name].least_tokens:
-        return Choice("xla", f"faster than {name} below T={KERNELS[name].least_tokens}")
-    return Choice(name, f"fused kernel for {platform.upper()}, no T x T scores in memory")
+        least, evidence = KERNELS[name].least_tokens, KERNELS[name].evidence
+        return Choice("xla", f"faster than {name} below T={least}: {evidence}")
+    kernel = f"fused kernel for {platform.upper()}, no T x T scores in memory"
+    return Choice(name, f"{kernel}; {KERNELS[name].evidence}")
 
 
 def resolve(config: TrainConfig, tokens: int) -> str:

@@ -204,17 +204,14 @@ class Program:
         return kernels
 
     def _kind(self, i: Instruction, flops: float) -> str:
+        if flops:
+            return "products"
         parts = self._computations[i.attribute("calls")] if i.op == "fusion" else [i]
         if any(part.op.startswith(COLLECTIVES) for part in parts):
             return "collectives"
         # Of cuDNN, Triton and Mosaic.
-        if (
-            i.op == "custom-call"
-            and not flops
-            and re.search(r"/attend/|fmha", i.source + i.attributes)
-        ):
-            return "attention"
-        return "products" if flops else "other"
+        is_kernel = i.op == "custom-call" and re.search(r"/attend/|fmha", i.source + i.attributes)
+        return "attention" if is_kernel else "other"
 
     def _flops(self, i: Instruction) -> float:
         """Return the FLOPs of the matrix products of an instruction, with those fused into it."""

@@ -1,0 +1,51 @@
+"""What the compilers for a GPU and a TPU make of a training step: traffic, memory, precision."""
+
+import importlib.util
+import re
+
+import pytest
+
+from bert_jax.config.flags import load
+from bert_jax.runtime import device
+from bert_jax.tools.preflight import estimate
+from bert_jax.tools.preflight.topology import parse_topology
+
+MESH = ("--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.tensor=2")
+# GB of a device and step: traffic outside products, temporaries, sent. Lower them when a change does.
+BUDGETS = {
+    ("h100:1",): (4.55, 1.35, 0.0),
+    ("h100:8", *MESH, "--config.batch_size=512"): (2.35, 0.45, 0.155),
+    ("v5e:2x4", *MESH, "--config.batch_size=512"): (0.47, 0.22, 0.147),
+}
+TOLERANCE = 1.03  # versions of the compilers differ
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("changes", BUDGETS, ids=lambda changes: changes[0])
+def test_step_stays_within_its_budget(changes):
+    topology, *arguments = changes
+    extra = "libtpu" if topology.startswith("v5e") else "jax_plugins"
+    if importlib.util.find_spec(extra) is None:
+        pytest.skip("needs the extras tpu and gpu-compile")
+    device.start("cpu", cache=False)
+    config = load(["--config=L1-H256-A4,128", "--config.model.dtype=bfloat16", *arguments])
+    (phase,) = estimate.preflight(config, parse_topology(topology))["phases"]
+    assert phase["method"] == "compiled"
+    others = [kernel for kernel in phase["kernels"] if kernel["kind"] in ("other", "collectives")]
+    measured = (
+        sum(kernel["bytes"] for kernel in others),
+        phase["memory"]["temporaries"],
+        sum(sent["bytes"] for sent in phase["collectives"].values()),
+    )
+    for name, value, budget in zip(
+        ("traffic", "temporaries", "sent"), measured, BUDGETS[changes], strict=True
+    ):
+        assert value / 1e9 <= TOLERANCE * budget, name
+    rows = config.batch_size // (4 if len(arguments) > 1 else 1)
+    for kernel in others:
+        names = f"{kernel['source']}: {kernel['shape']}"
+        # Words are gathered in float32.
+        if "embeddings" not in names:
+            assert not re.search(rf"f32\[{rows},128,\d+\]", names)
+        # Bias gradients are summed in float32.
+        assert not re.search(r"\(backward\).* bf16\[\d{1,5}\](,|$)", names)
