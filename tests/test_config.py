@@ -205,6 +205,15 @@ def test_command_line_overrides_set_single_fields():
     assert config == plain | expected != plain
 
 
+_UNKNOWN_FIELD = """
+from bert_jax.config.schema import Config
+def get_config():
+    config = Config()
+    config.model.layer = 3
+    return config
+"""
+
+
 @pytest.mark.parametrize(
     ("content", "key"),
     [
@@ -212,6 +221,7 @@ def test_command_line_overrides_set_single_fields():
         ("def get_config():\n    raise KeyError('gone')\n", "gone"),
         ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
         ("def get_config(:\n", "SyntaxError"),
+        (_UNKNOWN_FIELD, "layer"),
         ("def get_config():\n    return 5\n", "bert_jax.config.schema.Config"),
         ("x = 1\n", "get_config"),
     ],

@@ -137,6 +137,16 @@ def test_libtpu_is_ignored_on_a_machine_without_tpus(monkeypatch, tmp_path):
     assert not device._only_cpu()
 
 
+def test_plugin_for_gpus_is_ignored_on_a_machine_without_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "_installed_plugins", lambda: ["xla_cuda13"])
+    monkeypatch.setattr(device, "_DEVICES", tmp_path)
+    monkeypatch.setattr(device, "_platforms", lambda: "")
+    (tmp_path / "nvidiactl").touch()
+    assert device._only_cpu()
+    (tmp_path / "nvidia0").touch()
+    assert not device._only_cpu()
+
+
 def test_unused_gpus_are_explained(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
 
