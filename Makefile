@@ -24,7 +24,7 @@ quickstart: $(VENV)/run.done
 PYTEST := $(BIN)/python -m pytest -n $$(($$($(PYTHON) -c 'import os; print(os.cpu_count())') + 1)) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/test.done
-	$(PYTEST) -m "not slow and not gpu and not tpu and not nightly" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not tpu and not compile and not nightly" $(ARGS)
 
 test-all: $(VENV)/test.done
 	$(PYTEST) -m "not nightly" $(ARGS)

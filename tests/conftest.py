@@ -62,6 +62,13 @@ def has_gpu():
     )
 
 
+def has_compilers():
+    """Return whether the compilers for TPUs and GPUs are installed."""
+    from bert_jax.runtime import device
+
+    return importlib.util.find_spec("libtpu") is not None and device.has_cuda_plugin()
+
+
 def pytest_collection_modifyitems(config, items):
     """Mark the slowest files and run them first; leave out tests that cannot run or run only every night.
 
@@ -84,6 +91,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU and JAX's plugin for it"))
+        if item.get_closest_marker("compile") and not has_compilers():
+            item.add_marker(pytest.mark.skip(reason="needs the extras tpu and gpu-compile"))
         if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
             reason = "needs libtpu, which compiles for TPUs: pip install 'bert-jax[tpu]' (210 MB)"
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,6 +1,5 @@
 """What the compilers for a GPU and a TPU make of a training step: traffic, memory, precision."""
 
-import importlib.util
 import re
 
 import pytest
@@ -24,9 +23,6 @@ TOLERANCE = 1.03  # versions of the compilers differ
 @pytest.mark.parametrize("changes", BUDGETS, ids=lambda changes: changes[0])
 def test_step_stays_within_its_budget(changes):
     topology, *arguments = changes
-    extra = "libtpu" if topology.startswith("v5e") else "jax_plugins"
-    if importlib.util.find_spec(extra) is None:
-        pytest.skip("needs the extras tpu and gpu-compile")
     device.start("cpu", cache=False)
     config = load(["--config=L1-H256-A4,128", "--config.model.dtype=bfloat16", *arguments])
     (phase,) = estimate.preflight(config, parse_topology(topology))["phases"]

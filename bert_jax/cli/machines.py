@@ -198,6 +198,8 @@ def _preflight(options) -> int:
     from bert_jax.tools.preflight.topology import parse_topology
 
     topologies = [parse_topology(text) for text in options.topology]
+    if options.before and (options.json or not options.explain):
+        raise UserError("--before: it needs --explain N, without --json")
     earlier = _earlier_reports(options.before, topologies) if options.before else {}
     device.start("cpu", cache=False)
     config, _ = open_start(config, options)
@@ -218,11 +220,11 @@ def _earlier_reports(path: str, topologies: list) -> dict[str, Any]:
     """Return the reports in a file of `preflight --json` by topology; it must have all `topologies`."""
     try:
         reports = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
-        by_name = {report["topology"]: report for report in reports}
+        by_name = {
+            report["topology"]: report for report in reports if report["phases"][0]["kernels"]
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--before {path}: no output of preflight --json ({error})") from None
     if missing := [topology.name for topology in topologies if topology.name not in by_name]:
-        raise UserError(
-            f"--before {path}: it has no report of {missing[0]}, only of {', '.join(by_name)}"
-        )
+        raise UserError(f"--before {path}: it has no compiled step of {missing[0]}")
     return by_name

@@ -151,7 +151,8 @@ def _xla(
 ) -> Float[Array, "B N T K"]:
     """Compute attention; `settings` are `dropout_rate`, `causal`, `reach` and `alibi` of `attention`.
 
-    The backward pass keeps the T² exponentials in the dtype of the values, and no other T² array.
+    The backward pass keeps the T² exponentials in the dtype of the values; with dropout also what it
+    made of them, and its mask.
     """
     return _xla_forward(settings, query, key, value, segment_ids, dropout_key)[0]
 
@@ -216,13 +217,16 @@ def _splash(query, key, value, segment_ids, interpret, causal, reach):
         mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
     run = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
-        # With tokens on the lanes a head of 64 features needs no padding to 128.
+        # With tokens on the lanes a head of 64 features needs no padding to 128. The fused backward kernel
+        # rounds a gradient of the queries for each block, so it takes rows of one block.
         block_sizes=splash.BlockSizes(
             block_q=block,
             block_kv=block,
             block_q_dkv=block,
             block_kv_dkv=block,
-            use_fused_bwd_kernel=True,
+            block_q_dq=None if tokens == block else block,
+            block_kv_dq=None if tokens == block else block,
+            use_fused_bwd_kernel=tokens == block,
             q_layout=splash.QKVLayout.SEQ_MINOR,
             k_layout=splash.QKVLayout.SEQ_MINOR,
             v_layout=splash.QKVLayout.SEQ_MINOR,

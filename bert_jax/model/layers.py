@@ -391,8 +391,8 @@ def _normalize_forward(epsilon, is_centered, x, scale, bias):
         variance = jnp.mean((y - mean) ** 2, -1, keepdims=True)
     else:
         # Both means in one pass. This loses digits only where the mean is so many deviations away from
-        # zero that bfloat16 has lost more of them.
-        variance = jnp.maximum(jnp.mean(y**2, -1, keepdims=True) - mean**2, 0)
+        # zero that bfloat16 has lost more of them: its rounding has about the least variance given here.
+        variance = jnp.maximum(jnp.mean(y**2, -1, keepdims=True) - mean**2, 1e-6 * mean**2)
     factor = jax.lax.rsqrt(variance + epsilon)
     y = (y - mean) * (factor * scale)
     y = y if bias is None else y + bias

@@ -86,7 +86,8 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
 
     On TPUs XLA turns a product with a sharded operand into a loop over its parts, which exchanges them
     meanwhile. For products of BERT's size on an axis of 8 or more the parts are so small that this moves
-    several times as much memory, so gather or reduce at once.
+    several times as much memory, so gather or reduce at once. Compilations fail if libtpu does not know the
+    option, so check it when pyproject.toml allows a newer JAX.
     """
     is_tpu = mesh.devices.flat[0].platform == "tpu"
     return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000} if is_tpu else {}

@@ -15,8 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
 from bert_jax.config.schema import Config
 from bert_jax.errors import UserError
 from bert_jax.model import attention
@@ -80,14 +78,13 @@ def abstract_devices(topology: Topology) -> Sequence[Any]:
 
 
 def _abstract_gpus(topology: Topology, gpu: Gpu) -> Sequence[Any]:
-    """Return abstract GPUs, in nodes of `GPUS_A_NODE`; () without JAX's plugin for them."""
+    """Return abstract GPUs, in whole nodes of `GPUS_A_NODE` or less than one; else ().
+
+    They need JAX's plugin; there are none without it.
+    """
     nodes, rest = divmod(topology.devices, GPUS_A_NODE)
-    if not device.has_cuda_plugin():
+    if not device.has_cuda_plugin() or (nodes and rest):
         return ()
-    if nodes and rest:
-        raise UserError(
-            f"topology {topology.name!r}: choose up to {GPUS_A_NODE} GPUs, or nodes of {GPUS_A_NODE}"
-        )
     major, minor = gpu.capability
     # The text form of XLA's GpuTargetConfigProto. Limits that all of these GPUs share are literals.
     target = f"""
@@ -119,7 +116,15 @@ def _abstract_gpus(topology: Topology, gpu: Gpu) -> Sequence[Any]:
     from jax.experimental import topologies
 
     shape = f"1x{nodes or 1}x{GPUS_A_NODE if nodes else rest}"
-    return topologies.get_topology_desc("", "cuda", target_config=target, topology=shape).devices
+    try:
+        return topologies.get_topology_desc(
+            "", "cuda", target_config=target, topology=shape
+        ).devices
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"topology {topology.name!r}: JAX's plugin for GPUs does not start: install "
+            f"'bert-jax[gpu-compile]' again, with JAX ({str(error).splitlines()[0]})"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -171,7 +176,7 @@ def compiled_cost(
             else:
                 with device.tracing_for_gpu(config.deterministic) as options:
                     compiled = compile_step(config, phase, mesh, state, _GPU_OPTIONS | options)
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:  # of the compiler, or of cuDNN's version
         if needed := needed_bytes(str(error)):
             return needed
         raise NotCompiled(
@@ -205,7 +210,7 @@ def compiled_cost(
         raise NotCompiled(
             f"{topology.name}: the compiled program has {flops:.3g} FLOPs, by formula the step has "
             f"{expected:.3g}: this version of bert_jax cannot read the compiler's programs; use the "
-            "versions of JAX and libtpu that it was tested with"
+            "versions of JAX and the compiler that it was tested with"
         )
     return StepCost(
         memory,

@@ -139,7 +139,9 @@ def _phase(
         if outcome:
             cost.memory.update(temporaries=outcome - state_bytes, total=outcome)
     memory |= {**cost.memory, "capacity": chip.memory_bytes}
-    fits = is_compiled or (outcome is None and memory["total"] <= chip.memory_bytes)
+    # The compiler for TPUs rejects programs that do not fit; that for GPUs does not.
+    fits = not isinstance(outcome, float) and memory["total"] <= chip.memory_bytes
+    fits = fits or (is_compiled and topology.is_tpu)
     sent: dict[str, dict[str, Any]] = {}
     for collective in cost.collectives:
         kind = sent.setdefault(collective.kind, {"bytes": 0.0, "times": 0, "seconds": 0.0})
@@ -156,7 +158,8 @@ def _phase(
     if is_compiled:
         expected = expected_seconds(cost.kernels, chip, passes, network)
     else:
-        expected = max(times["step_seconds"], formula_flops / (utilization * peak))
+        expected = formula_flops / (utilization * peak)
+    expected = max(times["step_seconds"], expected)
     assert isinstance(phase.objective, MaskedLM)
     change = None if fits else would_fit(config, i, phase, topology, state, memory["temporaries"])
     return {

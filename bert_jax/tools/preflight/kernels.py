@@ -10,17 +10,20 @@ KINDS = ("products", "attention", "other", "collectives")
 
 
 def seconds(kernel: Kernel, chip: Chip, passes: int) -> float:
-    """Return the expected time of all executions of a kernel, without that of the network.
+    """Return the expected time of all executions of a kernel; 0 for collectives.
 
     This is the estimate of a TPU's compiler, which has none of attention kernels, nor of copies that
     run beside the computation; otherwise the longer of products and traffic at the speed of
     `chips.speed`. `passes` is that of `expected_seconds`.
     """
+    if kernel.kind == "collectives":
+        return 0.0
     if chip.clock_hz and kernel.kind != "attention":
         return (kernel.cycles or 0) / chip.clock_hz
     rates, _ = speed(chip)
-    factor = rates.factors.get(kernel.kind, 0.0)
-    return factor * max(kernel.flops * passes / rates.flops, kernel.bytes / rates.bandwidth)
+    return rates.factors[kernel.kind] * max(
+        kernel.flops * passes / rates.flops, kernel.bytes / rates.bandwidth
+    )
 
 
 def expected_seconds(kernels: Sequence[Kernel], chip: Chip, passes: int, network: float) -> float:

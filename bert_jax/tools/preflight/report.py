@@ -30,8 +30,8 @@ def format_report(
         lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, since no rows are given")
     if not report["has_compiler"]:
         lines.append(
-            "formulas are used: compiling for GPUs needs Python 3.12 or newer and pip install "
-            "'bert-jax[gpu-compile]' (no GPU is needed)"
+            "formulas are used: compiling for GPUs (up to 8, or nodes of 8) needs Python 3.12 or newer and "
+            "pip install 'bert-jax[gpu-compile]', but no GPU"
         )
     for i, phase in enumerate(report["phases"]):
         lines += ["", *_phase_lines(i, phase, chip)]
@@ -61,7 +61,7 @@ def format_report(
 def _speed_line(report: dict[str, Any], chip: Chip) -> str:
     source = report["speed"]["measured"]
     if chip.clock_hz:
-        return f"PREDICTED by its compiler at {chip.clock_hz / 1e9:g} GHz, never timed"
+        return f"PREDICTED by its compiler at {chip.clock_hz / 1e9:g} GHz, attention kernels by an H100's; never timed"
     if report["speed"]["assumed"]:
         return f"PREDICTED, never timed: the data sheet's share that kernels reach on another chip, {source}"
     return f"the sum of its kernels at measured speed, {source}"
