@@ -41,8 +41,9 @@ def get_config(argument: str = "base") -> Config:
     """Return the config of a size: SIZE, SIZE,T or SIZE,T=SHARE,T=SHARE,…."""
     size, *lengths = argument.split(",")
     model = model_size(size)
-    # GPUs copy the logits and the embedding table to a multiple of 8 otherwise.
-    model.vocab_multiple = 128 if model.vocab_multiple == 1 else model.vocab_multiple
+    if size in ("base", "large"):
+        # GPUs copy the logits and the embedding table to a multiple of 8 otherwise.
+        model.vocab_multiple = 128
     if size == "teaching":
         phases = phases_of(lengths or ["8=0.15", "16=0.15", "32=0.2", "64=0.5"])
         return _small(model, phases, rate=2e-3, steps=3_000, step_tokens=1_024)

@@ -35,6 +35,7 @@ INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "s
 
 PRETRAINING = (
     "steps=24",
+    "model.vocab_multiple=128",
     "phases[0].fraction=0.75",
     "phases[1].fraction=0.25",
     "phases[1].batch_size=4",
