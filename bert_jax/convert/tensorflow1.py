@@ -8,6 +8,7 @@ the names of transformers.
 """
 
 import contextlib
+import io
 import math
 import re
 import struct
@@ -273,7 +274,7 @@ def _check(name: str, entry: Entry) -> None:
         )
 
 
-def _tensor(file: IO[bytes], name: str, entry: Entry) -> np.ndarray:
+def _tensor(file: io.BufferedIOBase | IO[bytes], name: str, entry: Entry) -> np.ndarray:
     """Read a tensor in pieces, to never allocate more than the file has."""
     file.seek(entry.offset)
     data, crc = bytearray(), 0

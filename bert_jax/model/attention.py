@@ -151,8 +151,8 @@ def _xla(
 ) -> Float[Array, "B N T K"]:
     """Compute attention; `settings` are `dropout_rate`, `causal`, `reach` and `alibi` of `attention`.
 
-    The backward pass keeps the T² exponentials in the dtype of the values; with dropout also what it
-    made of them, and its mask.
+    The backward pass keeps the T² exponentials in the dtype of the values; with dropout, also those
+    after dropout and the mask.
     """
     return _xla_forward(settings, query, key, value, segment_ids, dropout_key)[0]
 

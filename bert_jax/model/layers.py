@@ -80,7 +80,7 @@ def gather_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[A
 
     The gradient is a scatter-add, whose order of additions is not fixed on a GPU. With deterministic
     kernels XLA expands it into a sort of all B·T·D numbers. There, this function sorts only the indices
-    and adds the rows of equal ones in blocks, by products.
+    and adds the rows of equal ones in blocks, as matrix products.
     """
     take = _take_in_order if device.has_deterministic_kernels() else _take
     return take(table, index)

@@ -71,19 +71,20 @@ LONGEST_AXIS = 16
 # Of chips on which BERT was not measured.
 ASSUMED_UTILIZATION = (0.28, "this project, base, T=128, on one H100 (experiments/speed)")
 
-# Its factors are those of the parts of a traced step. They predict four other steps on an H100 within 8%.
+# The rates are in experiments/speed. The factors make the sums of products, attention and other kernels equal
+# to those of a traced step, of base with T=128 and cudnn attention; the trace is not kept.
 H100_SPEED = Speed(
     flops=748e12,
     bandwidth=2.94e12,
     factors={"products": 1.02, "attention": 2.6, "other": 1.44},
     overhead_seconds=1.4e-3,
-    source="this project, base, T=128, 256 rows, cudnn attention, on one H100 (experiments/speed)",
+    source="one H100 (experiments/speed), and the parts of a step of base traced on it",
 )
 
 _GIB = 2**30
 _CLOUD = "docs.cloud.google.com/tpu/docs"
 # Clocks of TPUs are those at which their matrix units reach `flops`. Numbers of `Gpu` are from NVIDIA's
-# architecture white papers and the CUDA programming guide (compute capabilities).
+# data sheets, architecture white papers and the CUDA programming guide (compute capabilities).
 # Memory of TPUs is what libtpu's compiler reports as available (0.0.42; 0.0.50 for TPU7x). Link
 # bandwidth is the chip's total divided by its number of links, and by 2 if given for both ways.
 CHIPS = {

@@ -111,7 +111,7 @@ def unused_gpu(asked: str, platform: str) -> Iterator[str]:
     elif platforms := os.environ.get("JAX_PLATFORMS"):
         why = f"$JAX_PLATFORMS is {platforms!r}: unset it"
     elif has_cuda_plugin():
-        why = f"JAX was told to use {_platforms()!r} (jax_platforms)"
+        why = f"JAX is set to use {_platforms()!r} only (jax_platforms)"
     else:
         why = "JAX's plugin is missing: pip install 'bert-jax[cuda13]', with Python 3.12 or newer"
     yield f"warning: the GPU of this machine is not used: {why}"

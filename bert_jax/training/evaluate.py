@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -33,7 +34,7 @@ def make_evaluate(
     """
     objective = phase.objective
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=sharding.compiler_options(mesh))
     def measure(params, batch, number):
         def measure_part(inputs):
             return objective.loss_terms(params, inputs, None), objective.predict(params, inputs)

@@ -12,9 +12,10 @@ KINDS = ("products", "attention", "other", "collectives")
 def seconds(kernel: Kernel, chip: Chip, passes: int) -> float:
     """Return the expected time of all executions of a kernel; 0 for collectives.
 
-    This is the estimate of a TPU's compiler, which has none of attention kernels, nor of copies that
-    run beside the computation; otherwise the longer of products and traffic at the speed of
-    `chips.speed`. `passes` is that of `expected_seconds`.
+    On TPUs this is the compiler's own estimate; it has none for copies, which overlap with the
+    computation. All kernels on GPUs, and attention kernels, for which TPU compilers have no estimate
+    either, take the longer of products and traffic at the speed of `chips.speed`. `passes` is that of
+    `expected_seconds`.
     """
     if kernel.kind == "collectives":
         return 0.0
@@ -74,10 +75,7 @@ def format_sources(
             lines.append(f"      {'before':<10}{_totals(before, kind)}")
     if before is None:
         lines.append(f"  sources of most traffic ({min(count, len(groups))} of {len(groups)})")
-        return [
-            *lines,
-            *(_line(group) for group in groups[:count]),
-        ]
+        return lines + [_line(group) for group in groups[:count]]
     changes: dict[tuple[str, str, str], dict[str, Any]] = {}
     for sign, part in ((1, groups), (-1, before)):
         for group in part:
@@ -90,7 +88,7 @@ def format_sources(
         key=lambda change: -abs(change["bytes"]),
     )
     lines.append(f"  sources of most change ({min(count, len(changed))} of {len(changed)})")
-    return [*lines, *(_line(group) for group in changed[:count])]
+    return lines + [_line(group) for group in changed[:count]]
 
 
 def _totals(groups: list[dict[str, Any]], kind: str) -> str:

@@ -61,7 +61,7 @@ def format_report(
 def _speed_line(report: dict[str, Any], chip: Chip) -> str:
     source = report["speed"]["measured"]
     if chip.clock_hz:
-        return f"PREDICTED by its compiler at {chip.clock_hz / 1e9:g} GHz, attention kernels by an H100's; never timed"
+        return f"PREDICTED by its compiler at {chip.clock_hz / 1e9:g} GHz (attention kernels as on an H100), never timed"
     if report["speed"]["assumed"]:
         return f"PREDICTED, never timed: the data sheet's share that kernels reach on another chip, {source}"
     return f"the sum of its kernels at measured speed, {source}"
