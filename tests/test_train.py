@@ -45,6 +45,7 @@ PHASES = ("phases[0].fraction=0.75", "phases[1].fraction=0.25", "phases[1].batch
 
 
 @pytest.mark.slow
+@pytest.mark.newest
 def test_killed_run_resumes_bitwise_identical(tmp_path, rows):
     both, options = [rows(32, 3), rows(64, 4)], {"phases": ",32,64"}
     changes = ("steps=80", *PHASES, "checkpoint.every_steps=7", "accumulation=2")
@@ -271,6 +272,7 @@ def finished(rows, tmp_path_factory):
     return folder
 
 
+@pytest.mark.newest
 def test_end_to_end_run_learns_and_writes_its_outputs(finished, rows):
     lines = workdir.read_lines(finished / "metrics.jsonl")
     train = [line for line in lines if line["split"] == "train"]
