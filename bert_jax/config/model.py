@@ -202,6 +202,10 @@ class ModelConfig:
     # at startup. "auto" selects "splash" on TPU and "cudnn" on GPU where they are supported
     # ("cudnn" only with config.deterministic=false), else "xla". Inference always uses "xla".
     attention: str = one_of("auto", "xla", "cudnn", "pallas", "splash")
+    # Norms, with the dropout and the sum around them: "xla" (any device) or "pallas" (own kernels for
+    # GPUs, with dropout from "hash" only). "auto" is "xla", as the kernels were never timed.
+    # Inference with the finished model uses "xla".
+    kernels: str = one_of("auto", "xla", "pallas")
     initializer_stddev: float = not_negative(0.02)
     mup: MupConfig = dataclasses.field(default_factory=MupConfig)
     # Left-to-right model ("LTR", section 5.1): each token attends to itself and earlier tokens of

@@ -133,8 +133,8 @@ class MaskProbe:
         positions = np.argsort(~is_mask, axis=1, kind="stable")[:, : counts.max()]
         self._inputs = (*inputs, positions.astype(np.int32))
         self._texts, self._counts, self._vocabulary, self._mesh = texts, counts, vocabulary, mesh
-        # Kernels for long rows do not take those of a few tokens.
-        bert = Bert(dataclasses.replace(model, attention="xla"))
+        # Kernels take rows of some lengths, and as many rows as devices divide.
+        bert = Bert(dataclasses.replace(model, attention="xla", kernels="xla"))
 
         def candidates(params: Params, tokens, layout, positions):
             outputs: Any = bert.apply(

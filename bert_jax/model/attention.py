@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.config.schema import TrainConfig
 from bert_jax.errors import UserError
+from bert_jax.model import kernels
 from bert_jax.model.dropout import dropout
 from bert_jax.runtime import device, sharding
 
@@ -327,7 +328,7 @@ def resolve(config: TrainConfig, tokens: int) -> str:
 
 
 def attention_line(config: TrainConfig, platform: str, tensor: int, tokens: Sequence[int]) -> str:
-    """Return a line with the attention of a run for each T and the reason for it.
+    """Return a line with the attention of a run for each T, on GPUs also its kernels, and why.
 
     The config may be that of fine-tuning, in which "auto" was replaced.
     """
@@ -338,10 +339,11 @@ def attention_line(config: TrainConfig, platform: str, tensor: int, tokens: Sequ
         if config.model.attention not in ("auto", choice.implementation):
             choice = choose(config, platform, tensor, t)
         sizes.setdefault(choice, []).append(str(t))
-    return "attention: " + "; ".join(
+    line = "attention: " + "; ".join(
         f"{name}{' at T=' + ', '.join(of) if len(sizes) > 1 else ''} ({reason})"
         for (name, reason), of in sizes.items()
     )
+    return line + kernels.line_part(config, platform)
 
 
 def check(config: TrainConfig, platform: str, tensor: int) -> None:

@@ -9,6 +9,7 @@ and checkpoint conversion match on them.
 """
 
 import copy
+import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Collection, Mapping
@@ -183,7 +184,8 @@ def _init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     ones = jnp.ones((1, 1), jnp.int32)
 
     def init(config: ModelConfig) -> Params:
-        return dict(Bert(config).init(key, ones, layout(ones, ones, 1))["params"])
+        bert = Bert(dataclasses.replace(config, kernels="xla"))
+        return dict(bert.init(key, ones, layout(ones, ones, 1))["params"])
 
     params = init(config)
     if config.span_boundary:

@@ -19,7 +19,10 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> 16)
 
 
-def _bits_at(key: UInt32[Array, "2"], count: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+def bits_at(
+    key: UInt32[Array, "2"] | tuple[UInt32[Array, ""], UInt32[Array, ""]],
+    count: UInt32[Array, "..."],
+) -> UInt32[Array, "..."]:
     """Return the bits at counters `count`, in two rounds that each use half of the key."""
     return _mix(_mix(count ^ key[0]) + key[1])
 
@@ -32,13 +35,13 @@ def _hash_bits(key: UInt32[Array, "2"], bit_width: int, shape: tuple[int, ...]) 
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :]) % 2**32
         count += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-    return _bits_at(key, count)
+    return bits_at(key, count)
 
 
 def _hash_fold_in(key: UInt32[Array, "2"], data: Any) -> UInt32[Array, "2"]:
     # An extra round, so that the stream of a folded key is not a shifted copy of another.
     base = _mix(jnp.asarray(data, jnp.uint32) + jnp.uint32(0x9E3779B9))
-    return jnp.stack([_bits_at(key, base), _bits_at(key[::-1], base + 1)])
+    return jnp.stack([bits_at(key, base), bits_at(key[::-1], base + 1)])
 
 
 def _hash_split(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> Array:

@@ -12,7 +12,7 @@ from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import (
     dense,
     gather_rows,
-    norm_layer,
+    hidden_norm,
     normal,
     one_hot_gather,
     padded_vocab_size,
@@ -34,7 +34,7 @@ class Embeddings(nn.Module):
         if c.segments:
             self.segment = table(c.segments)
         if c.norm.embeddings:
-            self.norm = norm_layer(c)
+            self.norm = hidden_norm(c)
         if size != c.hidden:
             self.project = dense(c, c.hidden)
 
@@ -57,5 +57,8 @@ class Embeddings(nn.Module):
             else:
                 x += one_hot_gather(segments, layout.token_type_ids)
         x = x.astype(c.dtype)
-        x = dropout(self.norm(x) if c.norm.embeddings else x, c.dropout, key)
+        if c.norm.embeddings and self.norm.is_fused:
+            x = self.norm(x, c.dropout, key)
+        else:
+            x = dropout(self.norm(x) if c.norm.embeddings else x, c.dropout, key)
         return x if c.embedding_width == c.hidden else self.project(x)

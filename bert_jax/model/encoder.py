@@ -12,7 +12,16 @@ from bert_jax.config.model import ModelConfig
 from bert_jax.data.rows import Layout
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout
-from bert_jax.model.layers import ACTIVATIONS, DENSE, dense, fold_in, norm_layer
+from bert_jax.model.layers import (
+    ACTIVATIONS,
+    DENSE,
+    Dense,
+    Norm,
+    dense,
+    fold_in,
+    hidden_norm,
+    norm_layer,
+)
 from bert_jax.runtime import sharding
 
 REMAT_POLICIES = {
@@ -99,7 +108,7 @@ class Attention(nn.Module):
         )
         self.output = dense(c, c.hidden, num_axes=2, target="output")
         if self.kind.has_attention_norm:
-            self.norm = norm_layer(c)
+            self.norm = hidden_norm(c)
         if c.norm.qk:
             self.query_norm, self.key_norm = norm_layer(c), norm_layer(c)
 
@@ -118,8 +127,8 @@ class Attention(nn.Module):
         settings = (context.segment_ids, c.attention_dropout, fold_in(key, 0), implementation)
         with jax.named_scope("attend"):
             y = attention(q, k, v, *settings, **self._pattern)
-        y = sharding.keep_rows(x + dropout(self.output(y), c.dropout, fold_in(key, 1)))
-        return y if c.norm.position == "pre" else self.norm(y)
+        norm = None if c.norm.position == "pre" else self.norm
+        return _add(c, x, self.output, y, fold_in(key, 1), norm)
 
     def query_key_value(
         self, x: Float[Array, "B T D"], context: AttentionContext
@@ -164,7 +173,7 @@ class FeedForward(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
-        c, norm = self.config, norm_layer(self.config, "norm")
+        c, norm = self.config, hidden_norm(self.config, "norm")
         pre = c.norm.position == "pre"
         y = norm(x) if pre else x
         wide = ACTIVATIONS[c.activation](
@@ -172,9 +181,23 @@ class FeedForward(nn.Module):
         )
         if c.gated_feed_forward:
             wide *= dense(c, c.feed_forward, "gate")(y)
-        y = dropout(dense(c, c.hidden, "output", target="output")(wide), c.dropout, key)
-        y = sharding.keep_rows(x + y)
-        return y if pre else norm(y)
+        output = dense(c, c.hidden, "output", target="output")
+        return _add(c, x, output, wide, key, None if pre else norm)
+
+
+def _add(
+    config: ModelConfig,
+    x: Float[Array, "B T D"],
+    layer: Dense,
+    y: Float[Array, "B T ..."],
+    key: Key[Array, ""] | None,
+    norm: Norm | None,
+) -> Float[Array, "B T D"]:
+    """Return x + dropout(layer(y)), normalized if there is a norm."""
+    if norm and norm.is_fused:
+        return norm(x, config.dropout, key, *layer(y, add_bias=False))
+    x = sharding.keep_rows(x + dropout(layer(y), config.dropout, key))
+    return norm(x) if norm else x
 
 
 class Layer(nn.Module):
@@ -217,7 +240,7 @@ class Encoder(nn.Module):
         else:
             states = self._run(x, context, key, all_layers)
         if c.norm.final:
-            states[-1] = norm_layer(c, "norm")(states[-1])
+            states[-1] = hidden_norm(c, "norm")(states[-1])
         return states
 
     def _run(self, x, context, key, all_layers):

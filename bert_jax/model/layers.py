@@ -289,7 +289,8 @@ class Dense(nn.Module):
     lora: LoraConfig | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def __call__(self, x: Float[Array, "..."], add_bias: bool = True) -> Any:
+        """Return the result; if `add_bias` is false, the result without the bias, and the bias."""
         width = x.shape[x.ndim - self.num_axes :]
         init = self.kernel_init or normal(self.num_axes)
         x = x.astype(self.dtype)
@@ -297,15 +298,17 @@ class Dense(nn.Module):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, self.features, jnp.float32)
-        y = checkpoint_name(_affine(self.num_axes, x, kernel, bias), DENSE)
+        added = bias if add_bias else None
+        y = checkpoint_name(_affine(self.num_axes, x, kernel, added), DENSE)
         if self.lora is None:
-            return y
+            return y if add_bias else (y, bias)
         rank, b_shape = self.lora.rank, (self.lora.rank, *self.features)
         a = self.param("lora_a", init, (*width, rank), jnp.float32)
         b = self.param("lora_b", nn.initializers.zeros, b_shape, jnp.float32)
         x = dropout(x, self.lora.dropout, self.make_rng("lora") if self.has_rng("lora") else None)
         update: Any = _affine(1, _affine(self.num_axes, x, a, None), b, None)
-        return y + update * (self.lora.alpha / rank)
+        y += update * (self.lora.alpha / rank)
+        return y if add_bias else (y, bias)
 
 
 def merge_lora(params: Mapping[str, Any], lora: LoraConfig) -> dict[str, Any]:
@@ -353,19 +356,36 @@ class Norm(nn.Module):
         epsilon: added to the variance.
         is_centered: whether to subtract the mean, as LayerNorm does.
         use_bias: whether to add a bias.
+        is_fused: whether to use the kernels of `kernels.norm`.
     """
 
     epsilon: float
     is_centered: bool
     use_bias: bool
+    is_fused: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def __call__(
+        self,
+        x: Float[Array, "... D"],
+        rate: float = 0.0,
+        key: Key[Array, ""] | None = None,
+        product: Float[Array, "... D"] | None = None,
+        product_bias: Float[Array | np.ndarray, " D"] | None = None,
+    ) -> Float[Array, "... D"]:
+        """Return norm(x). If `is_fused`, the other arguments are those of `kernels.norm.normalize`."""
         shape = x.shape[-1:]
         scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
         bias = None
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
+        if self.is_fused:
+            from bert_jax.model.kernels import norm  # imports Pallas' compiler
+
+            settings = self.epsilon, self.is_centered, rate, key
+            return norm.normalize(x, scale, bias, *settings, product, product_bias)
+        assert product is None
+        assert key is None
         return _normalize(self.epsilon, self.is_centered, x, scale, bias)
 
 
@@ -425,10 +445,15 @@ def _normalize_backward(epsilon, is_centered, residuals, cotangent):
 _normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
-def norm_layer(config: ModelConfig, name: str | None = None) -> Norm:
+def norm_layer(config: ModelConfig, name: str | None = None, is_fused: bool = False) -> Norm:
     """Return the norm that `config.norm.kind` selects, over the last axis."""
     kind = config.norm.kind
-    return Norm(config.norm.epsilon, kind != "rms_norm", kind == "layer_norm", name=name)
+    return Norm(config.norm.epsilon, kind != "rms_norm", kind == "layer_norm", is_fused, name=name)
+
+
+def hidden_norm(config: ModelConfig, name: str | None = None) -> Norm:
+    """Return a norm of the hidden states of all tokens, which `config.kernels` may fuse."""
+    return norm_layer(config, name, config.kernels == "pallas")
 
 
 def fold_in(key: Key[Array, ""] | None, data: Any) -> Key[Array, ""] | None:

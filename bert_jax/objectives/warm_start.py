@@ -40,6 +40,7 @@ _RUN_FIELDS = (
     "attention_dropout",
     "dropout_generator",
     "attention",
+    "kernels",
     "dtype",
     "layer_loop",
     "remat",
@@ -284,6 +285,7 @@ def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
         dtype=config.model.dtype,
         layer_loop=config.model.layer_loop,
         attention="xla",
+        kernels="xla",
         remat="none",
     )
     return Teacher(model, jax.device_get(params))

@@ -421,10 +421,10 @@ def load_model(
     """Return the config, vocabulary, parameters and step of a checkpoint of a workdir.
 
     `which` is "best" (by the held-out metric of its task, on the rows of the last phase), "latest", or a
-    step number. Attention is set to "xla", which runs anywhere, and adapters are merged.
+    step number. Attention and kernels are set to "xla", which runs anywhere, and adapters are merged.
     """
     config = workdir.read_config(folder)
-    config.model.attention = "xla"
+    config.model.attention = config.model.kernels = "xla"
     checkpoints = Checkpoints(
         pathlib.Path(folder) / "checkpoints",
         config.checkpoint,

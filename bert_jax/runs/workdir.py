@@ -53,8 +53,8 @@ LOG, SAMPLES = "log.txt", "samples.jsonl"
 
 # Config keys that may change between starts of the same run; with a final ".", all keys below.
 MAY_CHANGE_ON_RESUME = (
-    "platform", "deterministic", "mesh.", "model.attention", "checkpoint.", "embed.", "guard.",
-    "damaged_rows", "profile_steps", "sample_texts", "trackers",
+    "platform", "deterministic", "mesh.", "model.attention", "model.kernels", "checkpoint.", "embed.",
+    "guard.", "damaged_rows", "profile_steps", "sample_texts", "trackers",
 )  # fmt: skip
 
 
@@ -418,6 +418,7 @@ def record_start(
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
         "attention": config.model.attention,
+        "kernels": config.model.kernels,
         "deterministic": config.deterministic,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

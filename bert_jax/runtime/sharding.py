@@ -1,5 +1,6 @@
 """The device mesh and the sharding of parameters, optimizer state and rows."""
 
+import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -205,6 +206,26 @@ def shard_attention(attend: Callable[..., Array]) -> Callable[..., Array]:
         return attend
     in_specs = (QKV_SPEC, QKV_SPEC, QKV_SPEC, ROWS)
     return jax.shard_map(attend, in_specs=in_specs, out_specs=QKV_SPEC, check_vma=False)
+
+
+def shard_rows(function: Callable[..., Any], has_sums: bool = False) -> Callable[..., Any]:
+    """Shard a kernel, which the compiler cannot partition, over rows.
+
+    The kernel is a function (number of the shard, arrays [B …], arrays that each device has) -> arrays
+    [B …]; if `has_sums` is true, -> (arrays [B …], arrays), where the last are added over all rows. The
+    result takes the same arguments without the number. Without a mesh (`jax.set_mesh`) at trace time,
+    there is one shard.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return functools.partial(function, 0)
+
+    def run(rows: Any, others: Any) -> Any:
+        results = function(jax.lax.axis_index(ROWS[0]), rows, others)
+        return (results[0], jax.lax.psum(results[1], ROWS[0])) if has_sums else results
+
+    everywhere = PartitionSpec()
+    out_specs = (ROWS, everywhere) if has_sums else ROWS
+    return jax.shard_map(run, in_specs=(ROWS, everywhere), out_specs=out_specs, check_vma=False)
 
 
 def sum_over_rows(function: Callable[..., Array]) -> Callable[..., Array]:

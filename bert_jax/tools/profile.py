@@ -52,6 +52,7 @@ _HEAD = "vocabulary head"
 _KERNELS = (
     ("attention", "fmha|flash|attention|sdpa|cudnn"),
     ("matmul", "gemm|nvjet|cutlass|xmma|splitK"),
+    ("LayerNorm and GELU", "^norm_(forward|backward)"),
     (_PROGRAMS, "^mem(cpy|set)"),
 )
 

@@ -13,7 +13,7 @@ from bert_jax import storage
 from bert_jax.config.schema import TrainConfig, batch_size_key
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import with_user_paths
-from bert_jax.model import attention
+from bert_jax.model import attention, kernels
 from bert_jax.objectives.base import Metric, Phase
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.runs.checkpoint import Checkpoints
@@ -36,6 +36,7 @@ def check_devices(config: TrainConfig, phases: Sequence[Phase], mesh: sharding.M
         sharding.check_batch(mesh, phase.batch_size, phase.accumulation, key)
     hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
     attention.check(config, *hardware)
+    kernels.check(config, hardware[0])
     device.check(config, hardware[0])
 
 

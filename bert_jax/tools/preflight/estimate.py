@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from bert_jax.config.schema import Config, batch_size_key
-from bert_jax.model import attention
+from bert_jax.model import attention, kernels
 from bert_jax.model.flops import parameter_count
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
@@ -42,6 +42,7 @@ def preflight(
     sizes = sharding.mesh_sizes(config.mesh, topology.devices)
     platform = "tpu" if topology.is_tpu else "gpu"
     attention.check(config, platform, sizes[-1])
+    kernels.check(config, platform)
 
     def implementation(tokens: int) -> str:
         return attention.choose(config, platform, sizes[-1], tokens).implementation

@@ -1,0 +1,170 @@
+"""Own kernels for GPUs, in Pallas' interpreter, against the same computation by XLA."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax.config.fields import with_fields
+from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
+from bert_jax.config.sizes import model_size
+from bert_jax.errors import UserError
+from bert_jax.model import kernels, layers
+from bert_jax.model.dropout import dropout, generator_key
+from bert_jax.model.kernels import norm
+from bert_jax.objectives import pretraining
+from bert_jax.runtime import sharding
+from bert_jax.training import state as state_lib
+from bert_jax.training import step as step_lib
+
+EPSILON = 1e-12
+KEY = generator_key(jax.random.key(7), "hash")
+
+
+def norm_inputs(rows, tokens, width, dtype, is_sum, has_bias, is_centered):
+    """Return x, scale, bias, product and its bias, and the cotangent of the result."""
+    rng = np.random.default_rng(rows + 10 * tokens + 100 * width)
+    x, product, cotangent = (rng.normal(size=(rows, tokens, width)) for _ in range(3))
+    vectors = [jnp.array(0.1 * rng.normal(size=width), jnp.float32) for _ in range(3)]
+    product_bias = vectors[2] if is_sum and has_bias else None
+    bias = vectors[1] if has_bias and is_centered else None
+    x, product, cotangent = (jnp.array(y, dtype) for y in (x, product, cotangent))
+    return (x, 1 + vectors[0], bias, product if is_sum else None, product_bias), cotangent
+
+
+def by_xla(rate, is_centered):
+    def run(x, scale, bias, product, product_bias):
+        if product is None:
+            return dropout(layers._normalize(EPSILON, is_centered, x, scale, bias), rate, KEY)
+        if product_bias is not None:
+            product += product_bias.astype(x.dtype)
+        return layers._normalize(EPSILON, is_centered, x + dropout(product, rate, KEY), scale, bias)
+
+    return run
+
+
+def by_kernels(rate, is_centered):
+    def run(x, scale, bias, *product):
+        return norm.normalize(x, scale, bias, EPSILON, is_centered, rate, KEY, *product)
+
+    return run
+
+
+def with_gradients(function, arguments, cotangent):
+    """Return the result and the gradients of the arguments, in float64."""
+
+    @jax.jit
+    def run(arguments, cotangent):
+        result, vjp = jax.vjp(function, *arguments)
+        return result, vjp(cotangent)
+
+    return [np.asarray(y, np.float64) for y in jax.tree.leaves(run(arguments, cotangent))]
+
+
+def assert_close(actual, expected, tolerance=1e-6):
+    for ours, theirs in zip(actual, expected, strict=True):
+        scale = max(np.abs(theirs).max(), 1e-2)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
+
+
+@given(
+    rows=st.integers(1, 3),
+    tokens=st.integers(1, 9),
+    width=st.integers(2, 70),
+    rate=st.sampled_from([0.0, 0.1, 0.5]),
+    is_sum=st.booleans(),
+    has_bias=st.booleans(),
+    is_centered=st.booleans(),
+)
+@settings(max_examples=8, deadline=None)
+def test_norms_match_xla_in_float32(rows, tokens, width, rate, is_sum, has_bias, is_centered):
+    inputs = norm_inputs(rows, tokens, width, jnp.float32, is_sum, has_bias, is_centered)
+    expected = with_gradients(by_xla(rate, is_centered), *inputs)
+    actual = with_gradients(by_kernels(rate, is_centered), *inputs)
+    # Of few columns, variances may be tiny, which magnifies rounding in both.
+    tolerance = 1e-6 if width > 16 else 1e-4
+    assert_close(actual, expected, tolerance)
+
+
+def test_norms_add_rows_beyond_those_of_one_program(monkeypatch):
+    monkeypatch.setattr(norm, "_PARTS", 4)
+    inputs = norm_inputs(3, 5, 48, jnp.float32, True, True, True)
+    expected = with_gradients(by_xla(0.1, True), *inputs)
+    assert_close(with_gradients(by_kernels(0.1, True), *inputs), expected)
+
+
+@pytest.mark.parametrize("is_sum", [True, False])
+def test_bfloat16_norms_are_no_less_exact_than_by_xla(is_sum):
+    arguments, cotangent = norm_inputs(4, 16, 96, jnp.bfloat16, is_sum, True, True)
+    exact = [None if x is None else x.astype(jnp.float32) for x in arguments]
+    exact = with_gradients(by_xla(0.1, True), exact, cotangent.astype(jnp.float32))
+    by_reference = with_gradients(by_xla(0.1, True), arguments, cotangent)
+    actual = with_gradients(by_kernels(0.1, True), arguments, cotangent)
+    for ours, theirs, value in zip(actual, by_reference, exact, strict=True):
+        # Where XLA leaves out a rounding, about that of one number.
+        rounding = 2**-9 * np.std(value)
+        assert np.std(ours - value) <= max(np.std(theirs - value), rounding)
+
+
+def losses(rows, sizes, steps, **changes):
+    """Return loss and gradient norm of each training step on a mesh, and the held-out loss."""
+    config = Config(
+        model=with_fields(model_size("L2-H32-A2"), changes),
+        phases=(PhaseConfig(rows=str(rows())),),
+        batch_size=8,
+        steps=steps,
+        evaluate_rows=8,
+    )
+    config.optim.warmup = 2
+    config, _, _, (phase,) = pretraining.make_phases(config)
+    mesh = sharding.make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
+    init, shapes = state_lib.initial_state(config, phase, mesh)
+    programs, state, results = (
+        step_lib.compile_phase(config, phase, mesh, shapes),
+        init(jnp.uint32(0)),
+        [],
+    )
+    for batch in itertools.islice(phase.batches(0, steps, 0, 1), steps):
+        state, _, stats = programs.step(state, sharding.shard_batch(batch, mesh))
+        results.append(stats.loss_and_grad_norm)
+    return np.array(results), programs.evaluate(state.params)["masked_lm_loss"]
+
+
+WIDER = {"embedding_size": 16, "lora.rank": 2, "lora.targets": ("output",), "remat": "full"}
+MODERN = {
+    "norm.position": "pre",
+    "norm.kind": "rms_norm",
+    "norm.final": True,
+    "bias": False,
+    "layer_loop": "scanned",
+    "remat": "dots",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"), [({}, (1, 1, 1)), (WIDER, (2, 2, 2)), (MODERN, (1, 1, 1))]
+)
+def test_training_with_kernels_follows_that_by_xla(rows, changes, sizes):
+    """On a mesh too, where each device draws the bits of its own rows."""
+    steps = 20 if sizes == (1, 1, 1) else 3
+    expected, heldout = losses(rows, (1, 1, 1), steps, kernels="xla", **changes)
+    actual, own_heldout = losses(rows, sizes, steps, kernels="pallas", **changes)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    np.testing.assert_allclose(own_heldout, heldout, rtol=1e-5)
+
+
+def test_kernels_refuse_what_they_do_not_support():
+    config = Config()
+    config.model.kernels = "pallas"
+    kernels.check(config, "gpu")
+    with pytest.raises(UserError, match=r"kernels.*cpu"):
+        kernels.check(config, "cpu")
+    config.model.dropout_generator = "rbg"
+    with pytest.raises(UserError, match="dropout_generator"):
+        kernels.check(config, "gpu")
+    config.model.dropout = 0.0
+    kernels.check(config, "gpu")
