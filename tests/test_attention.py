@@ -26,8 +26,6 @@ from bert_jax.runtime import sharding
 from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 
-PALLAS = ("pallas", "splash")
-
 
 def make_inputs(tokens, heads=2, size=16, rows=2, dtype=jnp.float32):
     """Return [queries, keys, values, cotangent] and segment IDs.
@@ -51,13 +49,12 @@ def value_and_gradients(arrays, sequence, implementation, interpret=True, causal
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("implementation", PALLAS)
-def test_kernel_matches_xla_on_packed_rows(implementation, causal):
+def test_splash_matches_xla_on_packed_rows(causal):
     arrays, sequence = make_inputs(150, size=24)
-    expected = value_and_gradients(arrays, sequence, "xla", True, causal)
-    for ours, theirs in zip(
-        value_and_gradients(arrays, sequence, implementation, True, causal), expected, strict=True
-    ):
+    result, expected = (
+        value_and_gradients(arrays, sequence, name, True, causal) for name in ("splash", "xla")
+    )
+    for ours, theirs in zip(result, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
@@ -91,25 +88,23 @@ def test_cudnn_mask_is_causal_and_local(monkeypatch, reach):
     np.testing.assert_allclose(result, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("implementation", PALLAS)
-def test_kernel_bfloat16_error_is_comparable_to_xla(implementation):
+def test_bfloat16_error_of_splash_is_comparable_to_xla():
     """The reference is XLA's attention in float32."""
     exact = value_and_gradients(*make_inputs(128, size=64), "xla")
     inputs = make_inputs(128, size=64, dtype=jnp.bfloat16)
-    ours, theirs = (value_and_gradients(*inputs, name) for name in (implementation, "xla"))
+    ours, theirs = (value_and_gradients(*inputs, name) for name in ("splash", "xla"))
     for a, b, expected in zip(ours, theirs, exact, strict=True):
         assert a.dtype == jnp.bfloat16
         assert np.abs(a - expected).max() < 1.5 * np.abs(b - expected).max()
 
 
-@pytest.mark.parametrize("implementation", PALLAS)
-def test_sharded_attention_needs_no_communication(implementation):
+def test_sharded_attention_needs_no_communication():
     arrays, sequence = make_inputs(128, heads=4, rows=4)
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     places = [jax.NamedSharding(mesh, sharding.QKV_SPEC)] * 4, sharding.row_sharding(mesh)
     with jax.set_mesh(mesh):
         compiled = value_and_gradients.lower(
-            *abstract((arrays, sequence), places), implementation
+            *abstract((arrays, sequence), places), "splash"
         ).compile()
     result = compiled(*jax.device_put((arrays, sequence), places))
     expected = value_and_gradients(arrays, sequence, "xla")
@@ -161,7 +156,6 @@ def test_step_with_splash_on_a_mesh_matches_xla(rows, monkeypatch):
 @pytest.mark.parametrize(
     ("implementation", "platform", "calls"),
     [
-        ("pallas", "cuda", ["mha_forward", "mha_backward"]),
         ("splash", "tpu", ["tpu_custom_call"]),
         (
             "cudnn",
@@ -220,9 +214,8 @@ WINDOW = {"local.window": 128, "position_kind": "rope"}
 @pytest.mark.parametrize("name", KERNELS)
 def test_unsupported_kernel_settings_are_rejected(name):
     platform = KERNELS[name].platform
-    check(run_config(attention=name, hidden=12 * 128), platform, 4)
+    check(run_config(attention=name, **WINDOW), platform, 4)
     for changes, key in (
-        ({"attention_dropout": 0.1}, "model.attention_dropout is 0.1"),
         ({"hidden": 12 * 260}, "model.hidden / heads is 260"),
         ({"position_kind": "alibi"}, "model.position_kind is 'alibi'"),
         ({"tensor": 5}, "mesh.tensor is 5"),
@@ -231,12 +224,18 @@ def test_unsupported_kernel_settings_are_rejected(name):
         assert error.startswith(f"config.model.attention='{name}'")
         assert key in error
     for changes, supporting, key in (
+        ({"attention_dropout": 0.1}, ("packed",), "model.attention_dropout is 0.1"),
+        (
+            {"attention_dropout": 0.1, "dropout_generator": "rbg"},
+            (),
+            "dropout_generator" if name == "packed" else "model.attention_dropout is 0.1",
+        ),
         ({"hidden": 12 * 8}, ("cudnn", "splash"), "model.hidden / heads"),
+        ({"hidden": 12 * 128}, ("cudnn", "splash"), "model.hidden / heads"),
         ({"hidden": 12 * 136}, ("splash",), "model.hidden / heads"),
         ({"hidden": 12 * 20}, ("splash",), "model.hidden / heads"),
-        (WINDOW, ("cudnn", "splash"), "model.local.window"),
         ({"dtype": "float32"}, ("splash",), "model.dtype"),
-        ({"deterministic": True}, ("pallas", "splash"), "config.deterministic"),
+        ({"deterministic": True}, ("packed", "splash"), "config.deterministic"),
     ):
         if name in supporting:
             check(run_config(attention=name, **changes), platform, 1)
@@ -267,7 +266,9 @@ def test_auto_is_not_cudnn_when_jax_started_with_deterministic_kernels(monkeypat
         ("tpu", {"local.window": 128}, "splash", "TPU"),
         ("gpu", {"position_kind": "alibi"}, "xla", "config.model.position_kind is 'alibi'"),
         ("tpu", {"attention": "xla"}, "xla", "as configured"),
-        ("gpu", {"attention": "pallas"}, "pallas", "as configured"),
+        ("gpu", {"attention": "cudnn"}, "cudnn", "as configured"),
+        ("gpu", {"kernels": "pallas", "attention_dropout": 0.1}, "packed", "never timed"),
+        ("gpu", {"kernels": "pallas", "hidden": 12 * 128}, "cudnn", "timed"),
     ],
 )
 def test_auto_selects_a_kernel_that_supports_the_config(platform, changes, implementation, reason):
@@ -290,6 +291,7 @@ def test_auto_depends_on_the_tokens_of_each_phase():
     assert line.startswith("attention: xla at T=8, 128 (")
     assert "splash at T=512 (" in line
     assert choose(run_config(attention="splash"), "tpu", 1, 8).implementation == "splash"
+    assert choose(run_config(kernels="pallas"), "gpu", 1, 1024).implementation == "cudnn"
     phases = [PhaseConfig(tokens=8, fraction=0.5), PhaseConfig(tokens=512, fraction=0.5)]
     config = Config(phases=tuple(phases), model=ModelConfig(attention_dropout=0.0))
 
@@ -301,16 +303,10 @@ def test_auto_depends_on_the_tokens_of_each_phase():
     assert used == ["xla", "splash"]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["cudnn", "splash"])
 def test_kernel_with_dropout_or_alibi_raises_value_error(name):
     (*inputs, _), sequence = make_inputs(128)
     with pytest.raises(ValueError, match="dropout"):
         attention(*inputs, sequence, 0.1, jax.random.key(0), name)
     with pytest.raises(ValueError, match="ALiBi"):
         attention(*inputs, sequence, 0.0, None, name, alibi=True)
-
-
-def test_pallas_kernel_with_a_window_raises_value_error():
-    (*inputs, _), sequence = make_inputs(128)
-    with pytest.raises(ValueError, match="'pallas' has no window"):
-        attention(*inputs, sequence, 0.0, None, "pallas", interpret=True, reach=4)

@@ -13,9 +13,10 @@ from bert_jax.config.fields import with_fields
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
+from bert_jax.model import attention as attention_lib
 from bert_jax.model import kernels, layers
 from bert_jax.model.dropout import dropout, generator_key
-from bert_jax.model.kernels import norm
+from bert_jax.model.kernels import attention, norm
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
 from bert_jax.training import state as state_lib
@@ -100,14 +101,66 @@ def test_norms_add_rows_beyond_those_of_one_program(monkeypatch):
 @pytest.mark.parametrize("is_sum", [True, False])
 def test_bfloat16_norms_are_no_less_exact_than_by_xla(is_sum):
     arguments, cotangent = norm_inputs(4, 16, 96, jnp.bfloat16, is_sum, True, True)
+    assert_no_less_exact(by_xla(0.1, True), by_kernels(0.1, True), arguments, cotangent)
+
+
+def assert_no_less_exact(reference, function, arguments, cotangent):
+    """Compare what bfloat16 gives, and its gradients, with the reference in float32."""
     exact = [None if x is None else x.astype(jnp.float32) for x in arguments]
-    exact = with_gradients(by_xla(0.1, True), exact, cotangent.astype(jnp.float32))
-    by_reference = with_gradients(by_xla(0.1, True), arguments, cotangent)
-    actual = with_gradients(by_kernels(0.1, True), arguments, cotangent)
+    exact = with_gradients(reference, exact, cotangent.astype(jnp.float32))
+    by_reference = with_gradients(reference, arguments, cotangent)
+    actual = with_gradients(function, arguments, cotangent)
     for ours, theirs, value in zip(actual, by_reference, exact, strict=True):
         # Where XLA leaves out a rounding, about that of one number.
         rounding = 2**-9 * np.std(value)
         assert np.std(ours - value) <= max(np.std(theirs - value), rounding)
+
+
+def attention_inputs(rows, tokens, heads, size, dtype=jnp.float32):
+    """Return queries, keys and values, their bias, and the cotangent of the result; and segment ids."""
+    rng = np.random.default_rng(tokens + 1000 * heads)
+    qkv, cotangent = (rng.normal(size=(rows, tokens, heads, *n, size)) for n in ((3,), ()))
+    bias = jnp.array(0.1 * rng.normal(size=(heads, 3, size)), jnp.float32)
+    segment_ids = jnp.array(np.sort(rng.integers(0, 4, (rows, tokens))), jnp.int32)
+    return (jnp.array(qkv, dtype), bias), jnp.array(cotangent, dtype), segment_ids
+
+
+def attend(implementation, segment_ids, rate, causal=False, reach=0):
+    def run(qkv, bias):
+        if implementation == "xla":
+            query, key, value = jnp.moveaxis(qkv + bias.astype(qkv.dtype), 3, 0)
+            return attention_lib.attention(
+                query, key, value, segment_ids, rate, KEY, "xla", causal=causal, reach=reach
+            )
+        qkv += jax.lax.stop_gradient(bias).astype(qkv.dtype)
+        return attention.attend(qkv, bias, segment_ids, rate, KEY, causal, reach)
+
+    return run
+
+
+@given(
+    rows=st.integers(1, 2),
+    tokens=st.sampled_from([1, 16, 50, 128, 150, 256]),
+    heads=st.integers(1, 3),
+    size=st.sampled_from([16, 32]),
+    rate=st.sampled_from([0.0, 0.1, 0.5]),
+    causal=st.booleans(),
+    reach=st.sampled_from([0, 1, 20]),
+)
+@settings(max_examples=8, deadline=None)
+def test_attention_matches_xla_in_float32(rows, tokens, heads, size, rate, causal, reach):
+    *inputs, segment_ids = attention_inputs(rows, tokens, heads, size)
+    expected = with_gradients(attend("xla", segment_ids, rate, causal, reach), *inputs)
+    actual = with_gradients(attend("packed", segment_ids, rate, causal, reach), *inputs)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("tokens", [128, 256])
+def test_bfloat16_attention_is_no_less_exact_than_by_xla(tokens):
+    arguments, cotangent, segment_ids = attention_inputs(2, tokens, 2, 32, jnp.bfloat16)
+    assert_no_less_exact(
+        *(attend(x, segment_ids, 0.1) for x in ("xla", "packed")), arguments, cotangent
+    )
 
 
 def losses(rows, sizes, steps, **changes):
@@ -136,6 +189,9 @@ def losses(rows, sizes, steps, **changes):
 
 WIDER = {"embedding_size": 16, "lora.rank": 2, "lora.targets": ("output",), "remat": "full"}
 MODERN = {
+    "position_kind": "rope",
+    "local.window": 8,
+    "norm.qk": True,
     "norm.position": "pre",
     "norm.kind": "rms_norm",
     "norm.final": True,
@@ -152,7 +208,8 @@ def test_training_with_kernels_follows_that_by_xla(rows, changes, sizes):
     """On a mesh too, where each device draws the bits of its own rows."""
     steps = 20 if sizes == (1, 1, 1) else 3
     expected, heldout = losses(rows, (1, 1, 1), steps, kernels="xla", **changes)
-    actual, own_heldout = losses(rows, sizes, steps, kernels="pallas", **changes)
+    own = {"kernels": "pallas", "attention": "packed"}
+    actual, own_heldout = losses(rows, sizes, steps, **own, **changes)
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     np.testing.assert_allclose(own_heldout, heldout, rtol=1e-5)
 

@@ -197,14 +197,15 @@ class ModelConfig:
     # hash, almost free), "threefry" (JAX's default, slow on CPU) or "rbg" (the accelerator's
     # generator; its bits depend on the kind of device and on the mesh).
     dropout_generator: str = one_of("hash", "threefry", "rbg")
-    # Attention implementation for training: "xla" (any device), "cudnn" or "pallas" (GPU) or
-    # "splash" (TPU). All but "xla" need attention_dropout=0; their other requirements are checked
-    # at startup. "auto" selects "splash" on TPU and "cudnn" on GPU where they are supported
-    # ("cudnn" only with config.deterministic=false), else "xla". Inference always uses "xla".
-    attention: str = one_of("auto", "xla", "cudnn", "pallas", "splash")
-    # Norms, with the dropout and the sum around them: "xla" (any device) or "pallas" (own kernels for
-    # GPUs, with dropout from "hash" only). "auto" is "xla", as the kernels were never timed.
-    # Inference with the finished model uses "xla".
+    # Attention implementation for training: "xla" (any device), "cudnn" or "packed" (GPU) or
+    # "splash" (TPU). "cudnn" and "splash" need attention_dropout=0; other requirements are checked
+    # at startup. "auto" selects "splash" on TPU, "packed" on GPU with kernels=pallas and T up to 512,
+    # else "cudnn" on GPU, where they are supported ("cudnn" only with config.deterministic=false),
+    # else "xla". Inference always uses "xla".
+    attention: str = one_of("auto", "xla", "cudnn", "packed", "splash")
+    # Norms, with the dropout and the sum around them, and what "auto" selects for attention: "xla" (any
+    # device) or "pallas" (own kernels for GPUs, with dropout from "hash" only). "auto" is "xla", as the
+    # kernels were never timed. Inference with the finished model uses "xla".
     kernels: str = one_of("auto", "xla", "pallas")
     initializer_stddev: float = not_negative(0.02)
     mup: MupConfig = dataclasses.field(default_factory=MupConfig)

@@ -1,7 +1,8 @@
 """Attention over packed rows, and its implementations.
 
-"xla" runs on any platform, in any float dtype, with dropout. The others are fused kernels for one
-platform each (`KERNELS`), which do not materialize the T² scores and do not support dropout.
+"xla" runs on any platform, in any float dtype. The others are fused kernels for one platform each
+(`KERNELS`), which do not materialize the T² scores; of them "packed" alone, which is `kernels.attention`,
+has dropout.
 
 Shapes: B rows, T tokens a row, N heads, K head size.
 """
@@ -9,7 +10,7 @@ Shapes: B rows, T tokens a row, N heads, K head size.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +47,7 @@ def attention(
         segment_ids: index of each token's sequence in its row (`rows.Layout.segment_ids`), from 0.
         dropout_rate: dropout of the attention probabilities.
         dropout_key: None disables dropout.
-        implementation: "xla" (or unresolved "auto"), or one of `KERNELS` that passed `check`.
+        implementation: "xla" (or unresolved "auto"), "cudnn" or "splash", if it passed `check`.
         interpret: run Pallas kernels in the Pallas interpreter, on any platform.
         causal: a token attends only to itself and earlier tokens of its sequence.
         reach: a token attends only to tokens at most this far away; 0 for no limit.
@@ -60,14 +61,14 @@ def attention(
         return output.swapaxes(1, 2)
     if dropout_rate and dropout_key is not None:
         raise ValueError(f"attention {implementation!r} has no dropout")
-    kernel = KERNELS[implementation]
-    if alibi or (reach and not kernel.is_local):
-        raise ValueError(f"attention {implementation!r} has no {'ALiBi' if alibi else 'window'}")
+    if alibi:
+        raise ValueError(f"attention {implementation!r} has no ALiBi")
+    kernel, block = {"cudnn": (_cudnn, 64), "splash": (_splash, 128)}[implementation]
     tokens = query.shape[1]
-    padding = -tokens % kernel.block_tokens
+    padding = -tokens % block
 
     def run(query, key, value, segment_ids):
-        return kernel.run(query, key, value, segment_ids, interpret, causal, reach)
+        return kernel(query, key, value, segment_ids, interpret, causal, reach)
 
     if padding:
         pad_width = [(0, 0), (0, padding), (0, 0), (0, 0)]
@@ -200,12 +201,6 @@ def _cudnn(query, key, value, segment_ids, interpret, causal, reach):
     return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn")
 
 
-def _pallas(query, key, value, segment_ids, interpret, causal, reach):
-    from jax.experimental.pallas.ops.gpu.attention import mha
-
-    return mha(query, key, value, segment_ids, query.shape[-1] ** -0.5, causal, interpret=interpret)
-
-
 def _splash(query, key, value, segment_ids, interpret, causal, reach):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -247,41 +242,41 @@ class Kernel(NamedTuple):
     """A fused attention kernel for one platform.
 
     Attributes:
-        run: single-device function of (query, key, value, segment_ids, interpret, causal, reach).
         platform: "gpu" or "tpu".
         dtypes: supported dtypes of queries, keys and values.
         head_sizes: supported head sizes K.
-        block_tokens: T is padded to a multiple of it.
-        is_local: whether it supports local attention (`reach`).
-        least_tokens: "auto" chooses it for rows of this T and more, where it is faster than "xla".
-        evidence: how that is known.
+        has_dropout: whether it supports dropout, with the generator "hash".
+        tokens: "auto" chooses it for rows of these T.
+        evidence: how it is known that it is faster there.
     """
 
-    run: Callable[..., Any]
     platform: str
     dtypes: tuple[str, ...]
-    head_sizes: range
-    block_tokens: int
-    is_local: bool
-    least_tokens: int
+    head_sizes: Sequence[int]
+    has_dropout: bool
+    tokens: range
     evidence: str
 
 
-_TIMED, _COMPILED = "timed on an H100", "compiled for a TPU v5e, never timed"
 KERNELS = {
     # cuDNN's fused attention (`jax.nn.dot_product_attention`).
-    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64, True, 128, _TIMED),
-    # jax.experimental.pallas.ops.gpu.attention, through Triton.
-    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128, False, 128, _TIMED),
+    "cudnn": Kernel(
+        "gpu", ("bfloat16",), range(8, 129, 8), False, range(128, 1 << 30), "timed on an H100"
+    ),
+    # `kernels.attention`, which the encoder calls by itself.
+    "packed": Kernel(
+        "gpu", ("bfloat16",), (16, 32, 64), True, range(513), "compiled for an H100, never timed"
+    ),
     # jax.experimental.pallas.ops.tpu.splash_attention, through Mosaic.
     "splash": Kernel(
-        _splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128, True, 256, _COMPILED
+        "tpu",
+        ("float32", "bfloat16"),
+        range(1, 257),
+        False,
+        range(256, 1 << 30),
+        "compiled for a TPU v5e, never timed",
     ),
 }
-
-
-# The kernel that `config.model.attention = "auto"` prefers on each platform.
-_PREFERRED = {"gpu": "cudnn", "tpu": "splash"}
 
 
 class Choice(NamedTuple):
@@ -306,17 +301,26 @@ def choose(config: TrainConfig, platform: str, tensor: int, tokens: int) -> Choi
     model = config.model
     if model.attention != "auto":
         return Choice(model.attention, "as configured")
-    name = _PREFERRED.get(platform)
-    if name is None:
-        return Choice("xla", f"no kernel for {platform.upper()}")
-    reason = _unsupported_reason(name, config, tensor)
-    if reason:
-        return Choice("xla", f"not {name}: {reason}")
-    if tokens < KERNELS[name].least_tokens:
-        least, evidence = KERNELS[name].least_tokens, KERNELS[name].evidence
-        return Choice("xla", f"faster than {name} below T={least}: {evidence}")
-    kernel = f"fused kernel for {platform.upper()}, no T x T scores in memory"
-    return Choice(name, f"{kernel}; {KERNELS[name].evidence}")
+    reasons = []
+    for name in _preferred(config, platform):
+        kernel = KERNELS[name]
+        if unsupported := _unsupported_reason(name, config, tensor):
+            reasons.append(f"not {name}: {unsupported}")
+        elif tokens in kernel.tokens:
+            kind = f"fused kernel for {platform.upper()}, no T x T scores in memory"
+            return Choice(name, f"{kind}; {kernel.evidence}")
+        else:
+            least, end = kernel.tokens.start, kernel.tokens.stop
+            limit = f"from T={least}" if tokens < least else f"up to T={end - 1}"
+            reasons.append(f"{name} is chosen {limit}: {kernel.evidence}")
+    return Choice("xla", "; ".join(reasons) or f"no kernel for {platform.upper()}")
+
+
+def _preferred(config: TrainConfig, platform: str) -> list[str]:
+    """Return the kernels that "auto" may choose, the best first."""
+    if platform == "gpu":
+        return ["packed", "cudnn"] if config.model.kernels == "pallas" else ["cudnn"]
+    return ["splash"] if platform == "tpu" else []
 
 
 def resolve(config: TrainConfig, tokens: int) -> str:
@@ -372,11 +376,16 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
     """Return why a kernel cannot train the model and what to change; "" if it can."""
     model, kernel = config.model, KERNELS[name]
     sizes, head_size = kernel.head_sizes, model.hidden // model.heads
-    if model.attention_dropout:
-        # jax.nn's cuDNN API takes no per-step seed; the other kernels have no dropout.
+    if model.attention_dropout and not kernel.has_dropout:
+        # jax.nn's cuDNN API takes no per-step seed.
         return (
             f"config.model.attention_dropout is {model.attention_dropout}, but {name} has no "
             "dropout: set it to 0, or config.model.attention to 'xla'"
+        )
+    if model.attention_dropout and model.dropout_generator != "hash":
+        return (
+            f"config.model.dropout_generator is {model.dropout_generator!r}, but {name} supports only "
+            "'hash'"
         )
     if name == "cudnn" and config.deterministic:
         # With --xla_gpu_deterministic_ops=true, compilation fails in JAX 0.11 (IndexError).
@@ -389,15 +398,11 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
             "cudnn does not compile with the deterministic kernels of $XLA_FLAGS: start Python with "
             "XLA_FLAGS=--xla_gpu_deterministic_ops=false"
         )
-    for key, requested, supported in (
-        (f"position_kind is {model.position_kind!r}", model.position_kind == "alibi", False),
-        (f"local.window is {model.local.window}", model.local.window, kernel.is_local),
-    ):
-        if requested and not supported:
-            return (
-                f"config.model.{key}, which {name} does not support: "
-                "set config.model.attention to 'xla'"
-            )
+    if model.position_kind == "alibi":
+        return (
+            f"config.model.position_kind is 'alibi', which {name} does not support: "
+            "set config.model.attention to 'xla'"
+        )
     if model.dtype not in kernel.dtypes:
         return (
             f"config.model.dtype is {model.dtype!r}, but {name} supports only "
@@ -406,7 +411,7 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
     if head_size not in sizes:
         return (
             f"config.model.hidden / heads is {head_size}, but {name} supports head sizes "
-            f"{sizes[0]}, {sizes[1]}, … {sizes[-1]}"
+            f"{', '.join(map(str, sizes[:3]))}{f', … {sizes[-1]}' if len(sizes) > 3 else ''}"
         )
     if model.heads % tensor:
         return (

@@ -21,6 +21,7 @@ from bert_jax.model.layers import (
     fold_in,
     hidden_norm,
     norm_layer,
+    stacked_heads,
 )
 from bert_jax.runtime import sharding
 
@@ -118,15 +119,16 @@ class Attention(nn.Module):
         context: AttentionContext,
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
-        c = self.config
-        y = self._input(x)
-        q, k = self._queries_and_keys(y, context)
-        v = self.value(y)
+        c, y = self.config, self._input(x)
         # Initialization traces one token, where only the shapes of parameters matter.
         implementation = "xla" if self.is_initializing() else c.attention
-        settings = (context.segment_ids, c.attention_dropout, fold_in(key, 0), implementation)
-        with jax.named_scope("attend"):
-            y = attention(q, k, v, *settings, **self._pattern)
+        settings = context.segment_ids, c.attention_dropout, fold_in(key, 0)
+        if implementation == "packed":
+            y = self._attend_packed(y, context, settings)
+        else:
+            qkv = *self._queries_and_keys(y, context), self.value(y)
+            with jax.named_scope("attend"):
+                y = attention(*qkv, *settings, implementation, **self._pattern)
         norm = None if c.norm.position == "pre" else self.norm
         return _add(c, x, self.output, y, fold_in(key, 1), norm)
 
@@ -148,8 +150,28 @@ class Attention(nn.Module):
         is_normed = self.config.norm.position == "pre" and self.kind.has_attention_norm
         return self.norm(x) if is_normed else x
 
+    def _attend_packed(self, x, context, settings):
+        """Attend by the kernel of `kernels.attention`, after one product for queries, keys and values."""
+        from bert_jax.model.kernels.attention import attend  # imports Pallas' compiler
+
+        c, layers = self.config, (self.query, self.key, self.value)
+        is_adjusted = c.norm.qk or context.rotations is not None
+        if any(layer.lora for layer in layers):
+            qkv, bias = jnp.stack([layer(x) for layer in layers], 3), None
+        else:
+            qkv, bias = stacked_heads(x, layers, has_bias_gradient=is_adjusted)
+        if is_adjusted:
+            q, k, v = jnp.moveaxis(qkv, 3, 0)
+            qkv, bias = jnp.stack([*self._adjust(q, k, context), v], 3), None
+        with jax.named_scope("attend"):
+            causal, reach = (self._pattern[k] for k in ("causal", "reach"))
+            return attend(qkv, bias, *settings, causal=causal, reach=reach)
+
     def _queries_and_keys(self, x, context):
-        q, k = self.query(x), self.key(x)
+        return self._adjust(self.query(x), self.key(x), context)
+
+    def _adjust(self, q, k, context):
+        """Apply the norms and rotations that the config asks for."""
         if self.config.norm.qk:
             q, k = self.query_norm(q), self.key_norm(k)
         if context.rotations is not None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -309,6 +309,24 @@ class Dense(nn.Module):
         update: Any = _affine(1, _affine(self.num_axes, x, a, None), b, None)
         y += update * (self.lora.alpha / rank)
         return y if add_bias else (y, bias)
+
+
+def stacked_heads(
+    x: Float[Array, "B T D"], layers: Sequence[Dense], has_bias_gradient: bool
+) -> tuple[Float[Array, "B T N n K"], Float[Array, "N n K"] | None]:
+    """Return the results of n initialized dense layers without adapters, by one product, and their biases.
+
+    Each has N x K features. If `has_bias_gradient` is false, the gradient of the biases is left to who gets
+    them.
+    """
+    dtype, params = layers[0].dtype, [layer.variables["params"] for layer in layers]
+    kernel = jnp.stack([p["kernel"] for p in params], 2)
+    bias = jnp.stack([p["bias"] for p in params], 1) if layers[0].use_bias else None
+    added = bias if bias is None or has_bias_gradient else jax.lax.stop_gradient(bias)
+    # A bias of one axis is added in the product of cuBLASLt.
+    added = None if added is None else added.reshape(-1)
+    product = _affine(1, x.astype(dtype), kernel.reshape(len(kernel), -1), added)
+    return checkpoint_name(product, DENSE).reshape(*x.shape[:2], *kernel.shape[1:]), bias
 
 
 def merge_lora(params: Mapping[str, Any], lora: LoraConfig) -> dict[str, Any]:

@@ -228,6 +228,23 @@ def shard_rows(function: Callable[..., Any], has_sums: bool = False) -> Callable
     return jax.shard_map(run, in_specs=(ROWS, everywhere), out_specs=out_specs, check_vma=False)
 
 
+def shard_heads(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Shard a kernel, which the compiler cannot partition, over rows and heads.
+
+    The kernel is a function (numbers of the shards of rows and heads, arrays [B n N …], segment_ids [B T],
+    array that each device has) -> arrays [B n N …]. The result takes the same arguments without the numbers.
+    Without a mesh (`jax.set_mesh`) at trace time, there is one shard.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return functools.partial(function, (0, 0))
+
+    def run(*arguments: Any) -> Any:
+        return function((jax.lax.axis_index(ROWS[0]), jax.lax.axis_index("tensor")), *arguments)
+
+    in_specs = (QKV_SPEC, ROWS, PartitionSpec())
+    return jax.shard_map(run, in_specs=in_specs, out_specs=QKV_SPEC, check_vma=False)
+
+
 def sum_over_rows(function: Callable[..., Array]) -> Callable[..., Array]:
     """Apply a function of arrays [B …] to each device's rows, and add the results of all devices.
 
