@@ -1,4 +1,4 @@
-"""Measure the training step on one GPU in nine minutes, for all attentions, against transformers.
+"""Measure the training step on one GPU, for all attentions and kernels, against transformers.
 
     python experiments/speed/gpu.py --plan                     print the rows and their cost
     python experiments/speed/gpu.py --out DIR                  measure them; no network needed
@@ -12,9 +12,11 @@ bert_jax, installed or not. What a row measures, by its kind:
     ceilings   the speed of a large matrix product and of reading and writing memory
     step       the training step of `bert-jax pretrain` in bfloat16 with dropout 0.1 on hidden states, on
                packed rows of random tokens: nine of ten sequences fill a row, the rest are shorter
+    parity     50 of these steps, twice: the losses, and whether both runs end with the same bits
     torch      transformers' BertForPreTraining: SDPA, autocast to bfloat16, fused AdamW, eager or with
                torch.compile; the same sequences, one a row, masked and on the GPU before the clock starts
 
+The plan takes two calls of ten minutes: rows that do not fit are "not run", and `--only` selects them.
 Rows with the same environment share a process, and a crash costs the row it happened in. Each result is
 appended to DIR/gpu.jsonl immediately. A row that does not fit into the remaining time is recorded as not
 run. Speeds count real tokens, without padding.
@@ -64,6 +66,9 @@ class Row(NamedTuple):
         kind, size, tokens, rows, attention, dropout = itertools.islice(self.settings.values(), 6)
         name = f"{kind} {size} T={tokens}, {rows:,} rows, {attention}"
         name += " with attention dropout" * bool(dropout)
+        name += "".join(
+            f" {self.settings[key]}" for key in ("kernels", "activation") if key in self.settings
+        )
         name += " deterministic" * self.settings["deterministic"]
         return name + " compiled" * self.settings.get("compiled", False)
 
@@ -82,7 +87,7 @@ def plan(smoke: bool = False, only: Sequence[str] = ()) -> list[Row]:
     """Return what to measure, the most important first.
 
     Args:
-        smoke: the same for a tiny model, which a CPU measures except for cudnn.
+        smoke: the same for a tiny model, which a CPU measures except for cudnn; own kernels are interpreted.
         only: patterns of the names of rows; none for all.
     """
     names = ("kind", "size", "tokens", "rows", "attention", "attention_dropout")
@@ -91,19 +96,28 @@ def plan(smoke: bool = False, only: Sequence[str] = ()) -> list[Row]:
         settings = dict(zip(names, values, strict=True))
         return Row(seconds, {**settings, "deterministic": deterministic, **more})
 
-    base = ("base", 128, 256)
+    base, own = ("base", 128, 256), {"kernels": "pallas"}
     rows = [
         Row(8, {"kind": "ceilings"}),
         row(47, "step", *base, "xla", 0.1),
+        row(35, "step", *base, "packed", 0.1, **own),
+        row(35, "step", *base, "packed", 0.1, **own, activation="gelu_tanh"),
+        row(68, "torch", *base, "sdpa", 0.1, compiled=not smoke),
+        row(35, "step", *base, "packed", 0.1, **own, deterministic=True),
+        row(31, "step", *base, "xla", 0.1, deterministic=True),
+        row(45, "parity", *base, "packed", 0.1, **own, deterministic=True),
+        row(60, "parity", *base, "xla", 0.1, deterministic=True),
+        row(35, "step", *base, "packed", 0.1),
+        row(40, "step", *base, "xla", 0.1, **own),
+        row(50, "step", "base", 128, 1024, "packed", 0.1, **own, activation="gelu_tanh"),
+        row(35, "step", "base", 512, 64, "packed", 0.1, **own),
+        row(31, "step", "base", 512, 64, "cudnn", 0.0),
+        row(60, "step", "large", 512, 64, "packed", 0.1, **own),
+        row(60, "step", "large", 512, 64, "cudnn", 0.0),
         row(31, "step", *base, "cudnn", 0.0),
         row(45, "step", "base", 128, 1024, "cudnn", 0.0),
         row(31, "step", *base, "xla", 0.0),
-        row(68, "torch", *base, "sdpa", 0.1, compiled=not smoke),
         row(20, "torch", *base, "sdpa", 0.1, compiled=False),
-        row(31, "step", *base, "xla", 0.1, deterministic=True),
-        row(31, "step", *base, "xla", 0.0, deterministic=True),
-        row(60, "step", "large", 512, 64, "cudnn", 0.0),
-        row(31, "step", "base", 512, 64, "cudnn", 0.0),
     ]
     if smoke:
         tiny = {"size": "L1-H32-A2", "tokens": 32, "rows": 4}
@@ -204,6 +218,9 @@ def run(task: dict[str, Any], environment: dict[str, str], log: IO[str]) -> Iter
 
 def work(task: dict[str, Any]) -> None:
     """Measure rows, and print a line of JSON for each."""
+    from bert_jax.runtime import device
+
+    device.use_eigen_matmul()  # for smoke runs, as verbs do on a CPU
     for seconds, settings in task["rows"]:
         if time.time() + seconds > task["deadline"]:
             result = {"status": "not run", "why": "no time left"}
@@ -271,6 +288,8 @@ def abstract_phase(settings: dict[str, Any], attention: str) -> tuple[Any, Any]:
         "deterministic": settings["deterministic"],
         "model.attention": attention,
         "model.attention_dropout": settings["attention_dropout"],
+        "model.kernels": settings.get("kernels", "xla"),
+        "model.activation": settings.get("activation", "gelu"),
         "model.dtype": "bfloat16",
         "model.vocab_size": VOCABULARY,
         "model.vocab_multiple": 128,
@@ -317,15 +336,47 @@ def speed(seconds: list[float], batches: Sequence[Batch], phase: Any) -> dict[st
     }
 
 
+def supported_phase(settings: Line, round_seconds: float) -> tuple[Any, Any]:
+    """Return the config and the phase of a row, which the device supports or, in a smoke run, interprets."""
+    import jax
+
+    from bert_jax.model import attention, kernels
+
+    config, phase = abstract_phase(settings, settings["attention"])
+    if round_seconds or settings["attention"] == "cudnn":
+        platform = jax.devices()[0].platform
+        attention.check(config, platform, 1)
+        kernels.check(config, platform)
+    return config, phase
+
+
+def parity(settings: Line, round_seconds: float) -> Line:
+    """Run steps twice from the same seed; return their losses, and whether the bits are the same."""
+    import jax
+    import numpy as np
+    import ours
+
+    config, phase = supported_phase(settings, round_seconds)
+    sequences = phase.objective.masker.sequences
+    batches, runs = random_batches(settings["tokens"], settings["rows"], sequences), []
+    for _ in range(2):
+        training = ours.Training(config, phase)
+        seen = [training.step(each) for each in itertools.islice(itertools.cycle(batches), 50)]
+        losses = [float(each.loss_and_grad_norm[0]) for each in seen]
+        runs.append((losses, jax.tree.map(np.asarray, jax.device_get(training.state.params))))
+    same = jax.tree.map(np.array_equal, *(params for _, params in runs))
+    return {
+        "losses": runs[0][0],
+        "same_bits": runs[0][0] == runs[1][0] and all(jax.tree.leaves(same)),
+    }
+
+
 def step(settings: Line, round_seconds: float) -> Line:
     """Measure bert_jax's training step."""
     import jax
     import ours
 
-    from bert_jax.model import attention
-
-    config, phase = abstract_phase(settings, settings["attention"])
-    attention.check(config, jax.devices()[0].platform, 1)
+    config, phase = supported_phase(settings, round_seconds)
     begun = time.perf_counter()
     training = ours.Training(config, phase)
     compile_seconds, memory = time.perf_counter() - begun, training.compiled.memory_analysis()
@@ -385,7 +436,7 @@ def torch(settings: Line, round_seconds: float) -> Line:
     }
 
 
-MEASURES = {"ceilings": ceilings, "step": step, "torch": torch}
+MEASURES = {"ceilings": ceilings, "step": step, "parity": parity, "torch": torch}
 
 
 def main() -> None:

@@ -254,9 +254,9 @@ def gpu_section(lines: Sequence[Line]) -> list[str]:
     versions = ", ".join(f"{name} {top[key]}" for key, name in names.items() if top.get(key))
     rows = []
     for line in lines:
-        if line["kind"] == "ceilings":
+        if line["kind"] in ("ceilings", "parity"):
             continue
-        attention = line["attention"] + ", deterministic" * line["deterministic"]
+        attention = gpu_kernels(line)
         cells = [line["program"], f"{line['size']}, T={line['tokens']}", attention]
         cells += [f"{line['attention_dropout']:g}", f"{line['rows']:,}"]
         if "status" in line:
@@ -274,7 +274,30 @@ def gpu_section(lines: Sequence[Line]) -> list[str]:
         f"{top['bytes_per_second'] / 1e12:,.3g} TB/s for memory.",
         "",
         *pages.table((*head, *more), rows),
+        *gpu_parity(lines),
     ]
+
+
+def gpu_kernels(line: Line) -> str:
+    """Return a line's attention and what else differs from the defaults."""
+    kernels = "own norms and loss" * (line.get("kernels") == "pallas")
+    other = (kernels, line.get("activation"), "deterministic" * line["deterministic"])
+    return ", ".join(filter(None, (line["attention"], *other)))
+
+
+def gpu_parity(lines: Sequence[Line]) -> list[str]:
+    """Return how far the losses of own kernels are from XLA's, and whether two runs are equal."""
+    measured = [line for line in lines if line["kind"] == "parity" and "status" not in line]
+    texts, by_xla = [], [line for line in measured if line["attention"] == "xla"]
+    for line in measured:
+        bits = "the same" if line["same_bits"] else "different"
+        text = f"{gpu_kernels(line)}: two runs of {len(line['losses'])} steps end with {bits} bits"
+        if by_xla and line["attention"] != "xla":
+            pairs = zip(line["losses"], by_xla[0]["losses"], strict=True)
+            most = max(abs(a - b) / b for a, b in pairs)
+            text += f", and losses differ from those of xla by at most {most:.1e} of them"
+        texts += ["", f"- {text}."]
+    return texts
 
 
 def gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
