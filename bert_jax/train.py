@@ -110,7 +110,8 @@ def train(
             print_json({"split": "end", **describe_end(run, step, 0.0, metric.name)})
             return
         distributed.run_on_process_0(
-            "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
+            "writing starts.jsonl",
+            lambda: workdir.record_start(folder, step, mesh, config, [p.tokens for p in phases]),
         )
         lines = itertools.chain(
             summary.start_lines(config, mesh, phases, data, shapes.params, folder),

@@ -28,7 +28,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -44,6 +44,7 @@ from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.compressed import whole
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.model import attention
 from bert_jax.runtime import sharding
 from bert_jax.storage import files
 
@@ -405,9 +406,13 @@ def _matters(key: str) -> bool:
 
 
 def record_start(
-    workdir: pathlib.Path, step: int, mesh: sharding.Mesh, config: TrainConfig
+    workdir: pathlib.Path,
+    step: int,
+    mesh: sharding.Mesh,
+    config: TrainConfig,
+    tokens: Iterable[int] = (),
 ) -> None:
-    """Append a line to starts.jsonl that describes this start of the run."""
+    """Append a line to starts.jsonl that describes this start of the run, whose rows have `tokens`."""
     start = {
         "step": step,
         "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -417,8 +422,8 @@ def record_start(
         "devices": f"{mesh.size} {jax.devices()[0].device_kind}",
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
-        "attention": config.model.attention,
-        "kernels": config.model.kernels,
+        "attention": {str(t): attention.resolve(config, t) for t in tokens},
+        "kernels": "pallas" if config.model.kernels == "pallas" else "xla",
         "deterministic": config.deterministic,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -64,15 +64,16 @@ def start_lines(
 
 
 def _changes(folder: pathlib.Path) -> Iterator[str]:
-    """Yield a line if a run resumes with other versions or devices than those of its last start."""
+    """Yield a line if a run resumes with other versions, devices or kernels than at its last start."""
     starts = workdir.read_steps(folder / "starts.jsonl")[-2:]
     if len(starts) < 2 or not starts[1]["step"]:
         return
-    before, now = ({**x.get("versions", {}), "devices": x.get("devices")} for x in starts)
+    names = ("devices", "attention", "kernels")
+    before, now = ({**x.get("versions", {}), **{k: x.get(k) for k in names}} for x in starts)
     differ = [f"{k} {before.get(k)}, now {now[k]}" for k in now if before.get(k) != now[k]]
     if differ:
         yield (
-            f"warning: the last start had other versions or devices ({'; '.join(differ)}): results may "
+            f"warning: the last start had other versions, devices or kernels ({'; '.join(differ)}): results may "
             "differ in their last bits from those of an uninterrupted run"
         )
 
