@@ -16,6 +16,7 @@ from jax.extend import core
 from scipy import special
 
 from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout
@@ -23,7 +24,7 @@ from bert_jax.model import attention as attention_lib
 from bert_jax.model import bert, embeddings, encoder
 from bert_jax.model.attention import attention
 from bert_jax.model.dropout import dropout
-from bert_jax.model.layers import ACTIVATIONS, gather_rows, one_hot_gather
+from bert_jax.model.layers import ACTIVATIONS, feed_forward_activation, gather_rows, one_hot_gather
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
 from bert_jax.tools.preflight.compiler import abstract_devices
@@ -284,14 +285,18 @@ def exact_gelu_tanh(x):
 
 
 @pytest.mark.parametrize(
-    ("name", "exact", "least"),
-    [("gelu", exact_gelu, -3.5), ("gelu_tanh", exact_gelu_tanh, -3.0)],
+    ("activation", "exact", "least"),
+    [
+        (ACTIVATIONS["gelu"], exact_gelu, -3.5),
+        (ACTIVATIONS["gelu_tanh"], exact_gelu_tanh, -3.0),
+        (feed_forward_activation(ModelConfig(activation="gelu_tanh")), exact_gelu_tanh, -3.0),
+    ],
 )
-def test_activations_are_rounded_once_in_bfloat16(name, exact, least):
+def test_activations_are_rounded_once_in_bfloat16(activation, exact, least):
     x = jnp.linspace(least, 6, 4001).astype(jnp.bfloat16)
     x = x[x != 0]
     wide = np.asarray(x, np.float64)
-    y, vjp = jax.vjp(ACTIVATIONS[name], x)
+    y, vjp = jax.vjp(activation, x)
     assert y.dtype == jnp.bfloat16
     # Half a unit in the last place of 8 bits, plus cancellation in float32.
     np.testing.assert_allclose(np.asarray(y, np.float64), exact(wide), rtol=1.1 * 2**-8)

@@ -13,11 +13,11 @@ from bert_jax.data.rows import Layout
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import (
-    ACTIVATIONS,
     DENSE,
     Dense,
     Norm,
     dense,
+    feed_forward_activation,
     fold_in,
     hidden_norm,
     norm_layer,
@@ -198,7 +198,7 @@ class FeedForward(nn.Module):
         c, norm = self.config, hidden_norm(self.config, "norm")
         pre = c.norm.position == "pre"
         y = norm(x) if pre else x
-        wide = ACTIVATIONS[c.activation](
+        wide = feed_forward_activation(c)(
             dense(c, c.feed_forward, "intermediate", target="intermediate")(y)
         )
         if c.gated_feed_forward:

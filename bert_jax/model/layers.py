@@ -21,16 +21,24 @@ from bert_jax.runtime import device, sharding
 DENSE = "dense"
 
 
-def _in_float32(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+def _in_float32(
+    function: Callable[[Array], Array], is_epilogue: bool = False
+) -> Callable[[Array], Array]:
     """Wrap an elementwise function to compute in float32 and round its result once.
 
     The backward pass recomputes the derivative from the bfloat16 input. Automatic differentiation
-    would store float32 intermediates, which take twice the memory.
+    would store float32 intermediates, which take twice the memory. If `is_epilogue`, the forward pass on
+    NVIDIA's GPUs is as XLA must find it to have a matrix product compute it; see `feed_forward_activation`.
     """
+
+    def in_float32(x):
+        return function(x.astype(jnp.float32)).astype(x.dtype)
 
     @jax.custom_vjp
     def rounded(x):
-        return function(x.astype(jnp.float32)).astype(x.dtype)
+        if not is_epilogue:
+            return in_float32(x)
+        return jax.lax.platform_dependent(x, cuda=function, default=in_float32)
 
     def forward(x):
         return rounded(x), x
@@ -48,13 +56,28 @@ def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
 
 
+_gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 # In bfloat16, `1 + erf(x)` and `1 + tanh(x)` lose a digit to cancellation for negative x.
 ACTIVATIONS = {
     "gelu": _in_float32(_gelu),
-    "gelu_tanh": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
+    "gelu_tanh": _in_float32(_gelu_tanh),
     "relu": jax.nn.relu,
     "silu": _in_float32(jax.nn.silu),
 }
+_GELU_EPILOGUE = _in_float32(_gelu_tanh, is_epilogue=True)
+
+
+def feed_forward_activation(config: ModelConfig) -> Callable[[Array], Array]:
+    """Return the activation after the first dense layer of the feed-forward network.
+
+    On NVIDIA's GPUs cuBLASLt computes "gelu_tanh" in the product, from its sum in float32. XLA has it do
+    so for a GELU in the product's dtype, right after product and bias. Adapters, and the rounding by which
+    JAX marks what "dots" saves, are in between.
+    """
+    has_adapter = config.lora.rank and "intermediate" in config.lora.targets
+    if config.activation == "gelu_tanh" and config.remat != "dots" and not has_adapter:
+        return _GELU_EPILOGUE
+    return ACTIVATIONS[config.activation]
 
 
 def one_hot_gather(
