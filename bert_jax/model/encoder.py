@@ -118,8 +118,10 @@ class Attention(nn.Module):
         x: Float[Array, "B T D"],
         context: AttentionContext,
         key: Key[Array, ""] | None,
-    ) -> Float[Array, "B T D"]:
-        c, y = self.config, self._input(x)
+    ) -> tuple[Any, ...]:
+        """Return (output,), or (x, *added) whose sum the norm of `FeedForward` computes."""
+        c = self.config
+        y, x = self._input(x, returns_sum=True)
         # Initialization traces one token, where only the shapes of parameters matter.
         implementation = "xla" if self.is_initializing() else c.attention
         settings = context.segment_ids, c.attention_dropout, fold_in(key, 0)
@@ -129,8 +131,12 @@ class Attention(nn.Module):
             qkv = *self._queries_and_keys(y, context), self.value(y)
             with jax.named_scope("attend"):
                 y = attention(*qkv, *settings, implementation, **self._pattern)
-        norm = None if c.norm.position == "pre" else self.norm
-        return _add(c, x, self.output, y, fold_in(key, 1), norm)
+        key = fold_in(key, 1)
+        if c.norm.position == "post":
+            return (_add(c, x, self.output, y, key, self.norm),)
+        if c.kernels == "pallas":
+            return x, c.dropout, key, *self.output(y, add_bias=False)
+        return (_add(c, x, self.output, y, key, None),)
 
     def query_key_value(
         self, x: Float[Array, "B T D"], context: AttentionContext
@@ -146,9 +152,11 @@ class Attention(nn.Module):
         q, k = self._queries_and_keys(self._input(x), context)
         return probabilities(q, k, context.segment_ids, **self._pattern)
 
-    def _input(self, x):
+    def _input(self, x, returns_sum=False):
         is_normed = self.config.norm.position == "pre" and self.kind.has_attention_norm
-        return self.norm(x) if is_normed else x
+        if is_normed:
+            return self.norm(x, returns_sum=returns_sum)
+        return (x, x) if returns_sum else x
 
     def _attend_packed(self, x, context, settings):
         """Attend by the kernel of `kernels.attention`, after one product for queries, keys and values."""
@@ -193,11 +201,12 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], key: Key[Array, ""] | None
+        self, x: Float[Array, "B T D"], key: Key[Array, ""] | None, *added: Any
     ) -> Float[Array, "B T D"]:
+        """Return the output for x, or for the sum of x and `added`: arguments of the norm's kernel."""
         c, norm = self.config, hidden_norm(self.config, "norm")
         pre = c.norm.position == "pre"
-        y = norm(x) if pre else x
+        y, x = norm(x, *added, returns_sum=True) if pre else (x, x)
         wide = feed_forward_activation(c)(
             dense(c, c.feed_forward, "intermediate", target="intermediate")(y)
         )
@@ -235,8 +244,8 @@ class Layer(nn.Module):
         context: AttentionContext,
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
-        x = Attention(self.config, self.kind, name="attention")(x, context, fold_in(key, 0))
-        return FeedForward(self.config, name="feed_forward")(x, fold_in(key, 1))
+        x, *added = Attention(self.config, self.kind, name="attention")(x, context, fold_in(key, 0))
+        return FeedForward(self.config, name="feed_forward")(x, fold_in(key, 1), *added)
 
 
 class Encoder(nn.Module):

@@ -413,8 +413,12 @@ class Norm(nn.Module):
         key: Key[Array, ""] | None = None,
         product: Float[Array, "... D"] | None = None,
         product_bias: Float[Array | np.ndarray, " D"] | None = None,
-    ) -> Float[Array, "... D"]:
-        """Return norm(x). If `is_fused`, the other arguments are those of `kernels.norm.normalize`."""
+        returns_sum: bool = False,
+    ) -> Any:
+        """Return norm(x), or (norm(x), x) if `returns_sum`.
+
+        If `is_fused`, this is `kernels.norm.normalize` with the other arguments, else they must be None.
+        """
         shape = x.shape[-1:]
         scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
         bias = None
@@ -424,10 +428,11 @@ class Norm(nn.Module):
             from bert_jax.model.kernels import norm  # imports Pallas' compiler
 
             settings = self.epsilon, self.is_centered, rate, key
-            return norm.normalize(x, scale, bias, *settings, product, product_bias)
+            return norm.normalize(x, scale, bias, *settings, product, product_bias, returns_sum)
         assert product is None
         assert key is None
-        return _normalize(self.epsilon, self.is_centered, x, scale, bias)
+        y = _normalize(self.epsilon, self.is_centered, x, scale, bias)
+        return (y, x) if returns_sum else y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -25,6 +25,7 @@ class Settings(NamedTuple):
         rate: rate of dropout.
         has_product: whether a product is added before the norm; dropout is then on the product.
         has_product_bias: whether it has a bias.
+        returns_sum: whether what the norm is applied to is a result too.
     """
 
     epsilon: float
@@ -32,6 +33,7 @@ class Settings(NamedTuple):
     rate: float
     has_product: bool
     has_product_bias: bool
+    returns_sum: bool
 
 
 def normalize(
@@ -44,7 +46,8 @@ def normalize(
     key: Key[Array, ""] | None = None,
     product: Float[Array, "B T D"] | None = None,
     product_bias: Float[Array | np.ndarray, " D"] | None = None,
-) -> Float[Array, "B T D"]:
+    returns_sum: bool = False,
+) -> Any:
     """Return norm(x + dropout(product + product_bias)), or dropout(norm(x)) if there is no product.
 
     This computes in float32 and rounds the result. The backward pass keeps the sum in the dtype of x, and
@@ -56,11 +59,15 @@ def normalize(
         epsilon, is_centered: attributes of `layers.Norm`.
         rate, key: dropout rate, and key of the generator "hash"; None disables dropout.
         product, product_bias: result of a dense layer without its bias, and the bias.
+        returns_sum: whether to return (norm, sum), or (norm, x) if there is no product, for a residual
+            connection. The kernel of the backward pass adds the gradients of both.
     """
     rate = 0.0 if key is None else rate
     has_product, has_product_bias = product is not None, product_bias is not None
-    settings = Settings(epsilon, is_centered, rate, has_product, has_product_bias)
-    return _normalize(settings, x, product, product_bias, scale, bias, key if rate else None)
+    settings = Settings(epsilon, is_centered, rate, has_product, has_product_bias, returns_sum)
+    key = key if rate else None
+    output, total = _normalize(settings, x, product, product_bias, scale, bias, key)
+    return (output, total) if returns_sum else output
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -71,14 +78,15 @@ def _normalize(settings, x, product, product_bias, scale, bias, key):
 def _forward(settings, x, product, product_bias, scale, bias, key):
     run = sharding.shard_rows(functools.partial(_run_forward, settings))
     output, total = run((x, product), (product_bias, scale, bias, key))
-    return output, (total if settings.has_product else x, scale, bias, key)
+    total = total if settings.has_product else x
+    return (output, total if settings.returns_sum else None), (total, scale, bias, key)
 
 
-def _backward(settings, residuals, cotangent):
+def _backward(settings, residuals, cotangents):
     total, scale, bias, key = residuals
     run = sharding.shard_rows(functools.partial(_run_backward, settings), has_sums=True)
     (of_x, of_product), (of_scale, of_bias, *of_product_bias) = run(
-        (total, cotangent), (scale, key)
+        (total, *cotangents), (scale, key)
     )
     if settings.has_product and of_product is None:
         of_product = of_x
@@ -139,7 +147,7 @@ def _run_backward(settings, shard, rows, others) -> tuple[tuple[Any, Any], Float
     Those of x and of the product [B T D], the last None if both are equal; and those of the scale, of the
     bias and perhaps of the product's bias.
     """
-    (total, cotangent), (scale, key) = rows, others
+    (total, *cotangents), (scale, key) = rows, others
     width = total.shape[-1]
     flat = jax.ShapeDtypeStruct((total.size // width, width), total.dtype)
     parts = min(_PARTS, flat.shape[0])
@@ -153,7 +161,7 @@ def _run_backward(settings, shard, rows, others) -> tuple[tuple[Any, Any], Float
         ),
         8,
         triton.seed(key, shard, total.size),
-        *(y.reshape(flat.shape) for y in (total, cotangent)),
+        *(None if y is None else y.reshape(flat.shape) for y in (total, *cotangents)),
         scale,
     )
     if of_product is not None:
@@ -161,7 +169,7 @@ def _run_backward(settings, shard, rows, others) -> tuple[tuple[Any, Any], Float
     return (of_x.reshape(total.shape), of_product), sums.sum(1)
 
 
-def _backward_kernel(settings, seed, total, cotangent, scale, grads, sums):
+def _backward_kernel(settings, seed, total, cotangent, of_total, scale, grads, sums):
     part, (of_x, of_product), (rows, width) = pl.program_id(0), grads, total.shape
     count = pl.cdiv(rows, sums.shape[1])
 
@@ -176,6 +184,8 @@ def _backward_kernel(settings, seed, total, cotangent, scale, grads, sums):
         if settings.is_centered:
             projected -= row.mean(scaled)
         below = factor * projected
+        if of_total is not None:
+            below += row.load(of_total)
         row.store(of_x, below)
         if settings.has_product:
             below = row.drop(below, settings.rate, seed)
