@@ -1,8 +1,10 @@
 """Own kernels for GPUs, in Pallas' interpreter, against the same computation by XLA."""
 
+import dataclasses
 import itertools
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 from bert_jax.config.fields import with_fields
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
+from bert_jax.data import rows as rows_lib
 from bert_jax.errors import UserError
 from bert_jax.model import attention as attention_lib
-from bert_jax.model import kernels, layers
+from bert_jax.model import bert, kernels, layers
 from bert_jax.model.dropout import dropout, generator_key
 from bert_jax.model.kernels import attention, norm
 from bert_jax.objectives import pretraining
@@ -169,6 +172,25 @@ def test_bfloat16_attention_is_no_less_exact_than_by_xla(tokens):
     assert_no_less_exact(
         *(attend(x, segment_ids, 0.1) for x in ("xla", "packed")), arguments, cotangent
     )
+
+
+@pytest.mark.parametrize("changes", [{}, {"position_kind": "rope"}, {"lora.rank": 2}])
+def test_gradients_of_queries_keys_and_values_match_xla(changes):
+    """Of one product and of three, with the bias' gradient from the kernel and from the product."""
+    config = with_fields(model_size("L1-H32-A2"), {"vocab_size": 50, **changes})
+    params = bert.init_params(config, jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), params)
+    tokens, layout = jnp.arange(32).reshape(2, 16), rows_lib.layout(*jnp.full((2, 2, 1), 16), 16)
+
+    def loss(params, attention):
+        model = bert.Bert(dataclasses.replace(config, attention=attention))
+        return jnp.sum(model.apply({"params": params}, tokens, layout, outputs=()).hidden ** 3)
+
+    by_xla, by_kernel = (
+        jax.jit(jax.grad(loss), static_argnums=1)(params, name) for name in ("xla", "packed")
+    )
+    ours, theirs = (jax.flatten_util.ravel_pytree(x["encoder"])[0] for x in (by_kernel, by_xla))
+    assert_close([ours], [theirs], 1e-5)  # those of the keys' biases are nearly 0
 
 
 def losses(rows, sizes, steps, **changes):
