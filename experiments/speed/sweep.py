@@ -309,6 +309,20 @@ def gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
     return None
 
 
+def registers() -> list[str]:
+    """Return the table of registers.py."""
+    lines = read(HERE / "registers.jsonl")
+    head = (
+        "T",
+        "kernel",
+        "threads",
+        "registers a thread",
+        "bytes spilled",
+        "bytes of shared memory",
+    )
+    return pages.table(head, (line.values() for line in lines))
+
+
 def get_blocks(results: Sequence[Line]) -> dict[str, Lines]:
     """Return the blocks of the page."""
     lines = recorded()
@@ -319,6 +333,7 @@ def get_blocks(results: Sequence[Line]) -> dict[str, Lines]:
         "mup": coordinates,
         "slices": slices,
         "quickstart": quickstart,
+        "registers": registers,
         "gpu": lambda: gpu_section(read(HERE / "gpu.jsonl")),
     }
     return {name: Lines(lambda *_, make=make: make()) for name, make in blocks.items()}
