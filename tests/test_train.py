@@ -47,18 +47,20 @@ PHASES = ("phases[0].fraction=0.75", "phases[1].fraction=0.25", "phases[1].batch
 @pytest.mark.slow
 @pytest.mark.newest
 def test_killed_run_resumes_bitwise_identical(tmp_path, rows):
+    """A kill leaves the files that a stopped process has written; the process itself goes on."""
     both, options = [rows(32, 3), rows(64, 4)], {"phases": ",32,64"}
     changes = ("steps=80", *PHASES, "checkpoint.every_steps=7", "accumulation=2")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    done = pretrain(whole, both, *changes, **options)
-    assert done.returncode == 0, done.stderr
-    process = processes.Process(command(broken, both, *changes, **options), env=ONE_DEVICE)
-    path = broken / "metrics.jsonl"
+    process = processes.Process(command(whole, both, *changes, **options), env=ONE_DEVICE)
+    path = whole / "metrics.jsonl"
     while not path.exists() or len(path.read_bytes().splitlines()) < 8:  # of 24
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.stop()
+    shutil.copytree(whole, broken)
+    process.send_signal(signal.SIGCONT)
+    _, error = process.communicate()
+    assert process.returncode == 0, error
     last = pretrain(broken, both, *changes, **options)
     assert last.returncode == 0, last.stderr
     first, second = workdir.read_lines(broken / "starts.jsonl")

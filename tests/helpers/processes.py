@@ -15,7 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing.util import Finalize
+
+import psutil
 
 # Modules that are imported lazily.
 PRELOAD = (
@@ -78,6 +81,12 @@ class Process:
         if self.returncode is None:
             raise subprocess.TimeoutExpired("forked command", timeout)
         return self.returncode
+
+    def stop(self):
+        """Stop the process and wait until it is stopped."""
+        self.send_signal(signal.SIGSTOP)
+        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
 
     def send_signal(self, number):
         """Send a signal unless the process has ended."""
