@@ -45,7 +45,6 @@ from tests.helpers.checkpoints import (
     torch_model,
     write_run,
 )
-from tests.helpers.runs import arguments
 
 
 def flat(params):
@@ -429,15 +428,6 @@ def test_tokenizer_settings_round_trip(tmp_path, run_folder, cased, accents):
     back = source.import_checkpoint(str(tmp_path / "out"), tmp_path / "back")
     assert back.vocabulary == vocabulary
     assert checkpoint.load_model(tmp_path / "back")[1] == vocabulary
-
-
-def test_model_card_describes_the_training_run(tmp_path, rows, capsys):
-    run, out = tmp_path / "run", tmp_path / "out"
-    assert cli.main(["pretrain", *arguments(), "--rows", str(rows()), "--workdir", str(run)]) == 0
-    assert cli.main(["export", "--workdir", str(run), "--out", str(out)]) == 0
-    card = (out / "README.md").read_text()
-    for part in ("Step 10 of 10", "masked_lm_loss", "text.txt", '"learning_rate": 0.001', "jax "):
-        assert part in card, part
 
 
 def test_export_of_all_checkpoints(run_folder, tmp_path, capsys, monkeypatch):
