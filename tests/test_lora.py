@@ -26,9 +26,9 @@ from bert_jax.training import optim
 from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 from tests.helpers import tasks
-from tests.helpers.checkpoints import error_of, random_params
+from tests.helpers.checkpoints import error_of, random_params, write_run
 from tests.helpers.examples import RandomExamples
-from tests.helpers.runs import refused
+from tests.helpers.runs import WORDS, refused
 
 LORA = LoraConfig(rank=3, alpha=4.5, targets=LORA_TARGETS)
 BASE = ModelConfig(
@@ -146,7 +146,8 @@ def test_only_adapters_and_head_are_trained_and_have_moments(optimizer):
 def test_sharded_steps_match_single_device():
     dataset = RandomExamples("sequence", count=30)
     model = with_fields(
-        MODEL, {"hidden": 8, "heads": 2, "feed_forward": 16, "head.labels": dataset.labels}
+        MODEL,
+        {"layers": 1, "hidden": 8, "heads": 2, "feed_forward": 16, "head.labels": dataset.labels},
     )
     dataset.splits["dev"] = dataset.splits["train"]
     results = []
@@ -199,10 +200,14 @@ def test_lora_without_a_checkpoint_is_rejected(tmp_path, capsys):
 
 
 def test_run_learns_and_saves_a_merged_model(tmp_path):
-    """Fine-tune a nearly random base, then adapters on it."""
+    """Fine-tune adapters on a random base."""
     data = tasks.write_table(tmp_path)
-    base = ["epochs=0.1", "optim.learning_rate=1e-9"]
-    assert cli.main(tasks.arguments(data, tmp_path / "base", *base)) == 0
+    model = with_fields(
+        BASE,
+        {"layers": 1, "hidden": 16, "heads": 2, "feed_forward": 32, "positions": 32}
+        | {"initializer_stddev": 0.2, "head.labels": ("no", "yes")},
+    )
+    write_run(tmp_path / "base", model, init_params(model, jax.random.key(0)), WORDS)
     changes = ["lora.rank=4", "lora.targets=('query','value','output')", "lora.dropout=0.1"]
     ours = [
         argument
