@@ -117,7 +117,7 @@ def test_sharded_attention_needs_no_communication():
 def small_run(rows, **changes):
     """Return a config without attention dropout, with the vocabulary size set, and its phase."""
     config = Config(
-        model=dataclasses.replace(model_size("L2-H32-A2"), attention_dropout=0.0, **changes),
+        model=dataclasses.replace(model_size("L1-H32-A2"), attention_dropout=0.0, **changes),
         phases=(PhaseConfig(rows=str(rows())),),
         batch_size=4,
         evaluate_rows=4,

@@ -64,7 +64,7 @@ def make():
     label = (LENGTH > 0) - 1 + (LENGTH > 10)
     batch = {"tokens": tokens, "length": LENGTH, "a_length": A_LENGTH, "label": label}
     batch = jax.tree.map(jnp.asarray, batch)
-    inputs = objective.make_inputs(batch, jax.random.key(1))
+    inputs = jax.jit(objective.make_inputs)(batch, jax.random.key(1))
     return objective, inputs, distillation.with_teacher(params, teacher_params)
 
 
@@ -247,7 +247,7 @@ def make_finetuning(dataset, config, teacher, distill):
     )
     objective.distill(distill, Teacher(teacher, teacher_params))
     params = objective.init(jax.random.key(5)) | params
-    inputs = objective.make_inputs(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
+    inputs = jax.jit(objective.make_inputs)(packed.batch(0, 0), jax.random.key(0))
     return objective, inputs, distillation.with_teacher(params, teacher_params)
 
 

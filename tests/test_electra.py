@@ -56,7 +56,7 @@ def batch():
     tokens[np.arange(T) >= length] = PAD
     batch = {"tokens": tokens, "length": length, "a_length": length - 4, "label": length * 0 - 1}
     batch = jax.tree.map(jnp.asarray, batch)
-    return objective, batch, objective.make_inputs(batch, jax.random.key(1))
+    return objective, batch, jax.jit(objective.make_inputs)(batch, jax.random.key(1))
 
 
 def weighted(objective, params, inputs, weights):
