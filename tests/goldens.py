@@ -34,18 +34,10 @@ FILE = pathlib.Path(__file__).parent / "data" / "goldens.json"
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
 PRETRAINING = (
-    "steps=24",
-    "model.vocab_multiple=128",
-    "phases[0].fraction=0.75",
-    "phases[1].fraction=0.25",
-    "phases[1].batch_size=4",
-    "accumulation=2",
-    "evaluate_every_steps=12",
-    "checkpoint.every_steps=8",
-    "checkpoint.keep_last=9",
-    "log_every_steps=2",
-)
-FINETUNING = ("epochs=2", "batch_size=4", "model.dropout=0.1", "log_every_steps=2")
+    "steps=24 model.vocab_multiple=128 phases[0].fraction=0.75 phases[1].fraction=0.25 phases[1].batch_size=4 "
+    "accumulation=2 evaluate_every_steps=12 checkpoint.every_steps=8 checkpoint.keep_last=9 log_every_steps=2"
+).split()
+FINETUNING = "model.layers=2 epochs=2 batch_size=4 model.dropout=0.1 log_every_steps=2".split()
 # The config file, the data and the settings of each fine-tuning head.
 HEADS = {
     "class": ("table.py", None, ()),

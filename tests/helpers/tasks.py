@@ -31,7 +31,7 @@ def write_table(folder):
 def arguments(data, workdir, *changes, init="none", options=()):
     """Return the arguments of a small fine-tuning run on the table in the folder `data`."""
     changes = (
-        *("model.layers=2", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
+        *("model.layers=1", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
         *("model.positions=32", "task.tokens=32", "model.initializer_stddev=0.2"),
         *("epochs=8", "batch_size=16", "optim.learning_rate=1e-2"),
         *("log_every_steps=5", f"task.train={data}/train.csv", f"task.dev={data}/dev.csv"),
