@@ -126,7 +126,7 @@ def _forward_kernel(settings, block, seed, segments, qkv, output, normalizer):
 
     zeros = jnp.zeros(block, jnp.float32)
     carry = jnp.zeros((block, qkv.shape[-1]), jnp.float32), zeros + _LOWEST, zeros
-    total, highest, denominator = triton.loop(tokens // block, add_block, carry)
+    total, highest, denominator = jax.lax.fori_loop(0, tokens // block, add_block, carry)
     at = (head.row, i[:, None], head.number, head.features)
     triton.store(output, *at, value=total / denominator[:, None])
     triton.store(normalizer, head.row, 0, head.number, i, value=highest + jnp.log(denominator))
@@ -137,14 +137,13 @@ def _run_backward(settings, shards, arrays, segment_ids, key) -> tuple[Any, Any]
     qkv = arrays[0]
     rows, tokens, heads, _, size = qkv.shape
     block = tokens if tokens <= 128 else 64
-    sums = rows, tokens // block, heads, 3, size
     return triton.call(
         functools.partial(_backward_kernel, settings, block),
         "packed_attention_backward",
         (rows, heads, tokens // block),
         (
             jax.ShapeDtypeStruct(qkv.shape, qkv.dtype),
-            jax.ShapeDtypeStruct(sums, jnp.float32),
+            jax.ShapeDtypeStruct((rows, tokens // block, heads, 3, size), jnp.float32),
         ),
         8 if block == tokens else 4,
         _seed(settings, shards, qkv, key),
@@ -201,8 +200,8 @@ def _backward_kernel(
         of_values = triton.dot(weights.T, queries[1])
     else:
         zeros = jnp.zeros((block, qkv.shape[-1]), jnp.float32)
-        of_keys, of_values = triton.loop(tokens // block, add_as_keys, (zeros, zeros))
-        of_queries = triton.loop(tokens // block, add_as_queries, zeros)
+        of_keys, of_values = jax.lax.fori_loop(0, tokens // block, add_as_keys, (zeros, zeros))
+        of_queries = jax.lax.fori_loop(0, tokens // block, add_as_queries, zeros)
     for part, value in enumerate((of_queries * head.scale, of_keys, of_values)):
         at = (head.row, i[:, None], head.number, part, head.features)
         triton.store(gradient, *at, value=value)

@@ -53,11 +53,6 @@ def dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
     return pl_triton.dot(a, b, precision=precision).astype(jnp.float32)
 
 
-def loop(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Apply body(number, carry) to 0 … count - 1."""
-    return body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
-
-
 def load(ref: Any, *index: Any, mask: Any = None) -> Float[Array, "..."]:
     """Read elements in float32; those outside the mask are 0."""
     other = None if mask is None else 0.0
