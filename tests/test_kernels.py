@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax.config.fields import with_fields
+from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data import rows as rows_lib
 from bert_jax.errors import UserError
 from bert_jax.model import attention as attention_lib
-from bert_jax.model import bert, kernels, layers
+from bert_jax.model import heads, kernels, layers
+from bert_jax.model.bert import Bert, Outputs, init_params
 from bert_jax.model.dropout import dropout, generator_key
-from bert_jax.model.kernels import attention, norm
-from bert_jax.objectives import pretraining
+from bert_jax.model.kernels import attention, cross_entropy, norm
+from bert_jax.objectives import masked_lm, pretraining
 from bert_jax.runtime import sharding
 from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
@@ -149,6 +151,31 @@ def attend(implementation, segment_ids, rate, causal=False, reach=0):
     return run
 
 
+def decoder_inputs(rows, vocab, dtype, has_bias):
+    """Return the config, the decoder's input, kernel and bias, and labels and weights."""
+    config = ModelConfig(vocab_size=vocab, vocab_multiple=128, dtype=dtype)
+    rng, size = np.random.default_rng(rows + 10 * vocab), layers.padded_vocab_size(config)
+    x, kernel, bias = (rng.normal(size=shape) for shape in ((rows, 5, 48), (48, size), size))
+    kernel = jnp.array(kernel, dtype).astype(jnp.float32)
+    decoder = jnp.array(x, dtype), kernel, jnp.array(bias, jnp.float32) if has_bias else None
+    labels = jnp.array(rng.integers(0, vocab, (rows, 5)))
+    return config, decoder, labels, jnp.array(rng.random((rows, 5)) < 0.7, jnp.float32)
+
+
+def token_losses(kernels, config, labels, weights):
+    """Return a function from a decoder to loss and accuracy."""
+    config = dataclasses.replace(config, kernels=kernels)
+
+    def run(*decoder):
+        decoder = heads.Decoder(*decoder)
+        logits = heads._without_padding(heads.vocab_logits(decoder), config)
+        outputs = Outputs(decoder.x, masked_lm=logits, decoder=decoder)
+        (loss, _), (correct, _) = masked_lm._token_terms(config, outputs, labels, weights)
+        return loss, correct
+
+    return run
+
+
 @given(
     rows=st.integers(1, 2),
     tokens=st.sampled_from([1, 16, 50, 128, 150, 256]),
@@ -178,12 +205,12 @@ def test_bfloat16_attention_is_no_less_exact_than_by_xla(tokens):
 def test_gradients_of_queries_keys_and_values_match_xla(changes):
     """Of one product and of three, with the bias' gradient from the kernel and from the product."""
     config = with_fields(model_size("L1-H32-A2"), {"vocab_size": 50, **changes})
-    params = bert.init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), params)
     tokens, layout = jnp.arange(32).reshape(2, 16), rows_lib.layout(*jnp.full((2, 2, 1), 16), 16)
 
     def loss(params, attention):
-        model = bert.Bert(dataclasses.replace(config, attention=attention))
+        model = Bert(dataclasses.replace(config, attention=attention))
         return jnp.sum(model.apply({"params": params}, tokens, layout, outputs=()).hidden ** 3)
 
     by_xla, by_kernel = (
@@ -191,6 +218,49 @@ def test_gradients_of_queries_keys_and_values_match_xla(changes):
     )
     ours, theirs = (jax.flatten_util.ravel_pytree(x["encoder"])[0] for x in (by_kernel, by_xla))
     assert_close([ours], [theirs], 1e-5)  # those of the keys' biases are nearly 0
+
+
+COTANGENT = (jnp.float32(0.3), jnp.float32(0))
+
+
+@given(rows=st.integers(1, 3), vocab=st.integers(2, 400), has_bias=st.booleans())
+@settings(max_examples=5, deadline=None)
+def test_cross_entropy_matches_xla_in_float32(rows, vocab, has_bias):
+    config, decoder, *others = decoder_inputs(rows, vocab, "float32", has_bias)
+    expected, actual = (
+        with_gradients(token_losses(name, config, *others), decoder, COTANGENT)
+        for name in ("xla", "pallas")
+    )
+    assert_close(actual, expected)
+
+
+def test_cross_entropy_on_a_mesh():
+    config, decoder, *others = decoder_inputs(4, 200, "float32", True)
+    expected = with_gradients(token_losses("xla", config, *others), decoder, COTANGENT)
+    for sizes in ((1, 2, 1), (2, 1, 2)):
+        devices = jax.devices()[: int(np.prod(sizes))]
+        with jax.set_mesh(sharding.make_mesh(MeshConfig(*sizes), devices)):
+            actual = with_gradients(token_losses("pallas", config, *others), decoder, COTANGENT)
+            assert cross_entropy.supports(256) == (sizes[2] == 1)
+        assert_close(actual, expected)
+
+
+def test_bfloat16_cross_entropy_is_no_less_exact_than_by_xla():
+    config, decoder, *others = decoder_inputs(40, 300, "bfloat16", True)
+    exact, results = (decoder[0].astype(jnp.float32), *decoder[1:]), []
+    for name, arguments in (("xla", exact), ("xla", decoder), ("pallas", decoder)):
+        results.append(with_gradients(token_losses(name, config, *others), arguments, COTANGENT))
+    for value, theirs, ours in zip(*results, strict=True):
+        # XLA does not round what it adds to the bias's gradient.
+        rounding = 2**-9 * np.std(value)
+        assert np.std(ours - value) <= max(np.std(theirs - value), rounding)
+
+
+def test_a_label_outside_the_vocabulary_gives_nan():
+    config, decoder, labels, _ = decoder_inputs(2, 200, "float32", True)
+    for label in (0, 199, 256):
+        run = token_losses("pallas", config, labels.at[1, 2].set(label), jnp.ones((2, 5)))
+        assert np.isnan(run(*decoder)[0]) == (label == 256)
 
 
 def losses(rows, sizes, steps, **changes):
@@ -238,7 +308,8 @@ MODERN = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "sizes"), [({}, (2, 1, 1)), (WIDER, (2, 2, 2)), (MODERN, (1, 1, 1))]
+    ("changes", "sizes"),
+    [({"vocab_multiple": 128}, (2, 1, 1)), (WIDER, (2, 2, 2)), (MODERN, (1, 1, 1))],
 )
 def test_training_with_kernels_follows_that_by_xla(rows, changes, sizes):
     """On a mesh too, where each device draws the bits of its own rows."""

@@ -422,7 +422,7 @@ def test_only_the_outputs_asked_for_are_computed():
     vocabulary = 2 * 16 * config.hidden * config.vocab_size
     assert flops("masked_lm") - flops() > vocabulary > flops("states", "pooled")
     outputs = bert.apply({"params": init_params(config, jax.random.key(0))}, *batch[:2], outputs=())
-    assert [x is None for x in outputs] == [False, *[True] * 6]
+    assert [x is None for x in outputs] == [False, *[True] * 7]
 
 
 def test_flops_are_six_per_kernel_parameter_and_token_and_those_of_attention():

@@ -203,9 +203,11 @@ class ModelConfig:
     # else "cudnn" on GPU, where they are supported ("cudnn" only with config.deterministic=false),
     # else "xla". Inference always uses "xla".
     attention: str = one_of("auto", "xla", "cudnn", "packed", "splash")
-    # Norms, with the dropout and the sum around them, and what "auto" selects for attention: "xla" (any
-    # device) or "pallas" (own kernels for GPUs, with dropout from "hash" only). "auto" is "xla", as the
-    # kernels were never timed. Inference with the finished model uses "xla".
+    # Norms, with the dropout and the sum around them, the cross-entropy of pretraining, and what "auto"
+    # selects for attention: "xla" (any device) or "pallas" (own kernels for GPUs, with dropout from "hash"
+    # only; for the cross-entropy also vocab_multiple=128, up to 32,768 tokens, no z_loss, no mesh with
+    # tensor). "auto" is "xla", as the kernels were never timed. Inference with the finished model uses
+    # "xla".
     kernels: str = one_of("auto", "xla", "pallas")
     initializer_stddev: float = not_negative(0.02)
     mup: MupConfig = dataclasses.field(default_factory=MupConfig)

@@ -29,6 +29,7 @@ from bert_jax.model.dropout import dropout
 from bert_jax.model.embeddings import Embeddings
 from bert_jax.model.encoder import Encoder
 from bert_jax.model.heads import (
+    Decoder,
     HeadTransform,
     MaskedLM,
     ReplacedToken,
@@ -63,6 +64,7 @@ class Outputs(NamedTuple):
         replaced_token: logit of each token that it was replaced (`ElectraForPreTraining`).
         head: logits of the fine-tuned head (section 4); n is S with one prediction per sequence, or T
             with one per token.
+        decoder: what the logits over the vocabulary are computed from; only if asked for by name.
     """
 
     hidden: Float[Array, "B T D"]
@@ -72,6 +74,7 @@ class Outputs(NamedTuple):
     next_sentence: Float[Array, "B S 2"] | None = None
     replaced_token: Float[Array, "B T"] | None = None
     head: Float[Array, "B n C"] | None = None
+    decoder: Decoder | None = None
 
 
 class Bert(nn.Module):
@@ -86,7 +89,7 @@ class Bert(nn.Module):
         layout: Layout,
         positions: Int[Array, "B P"] | None = None,
         key: Key[Array, ""] | None = None,
-        outputs: Collection[str] = Outputs._fields,
+        outputs: Collection[str] = Outputs._fields[:-1],
     ) -> Outputs:
         """Run the encoder and the heads that are asked for.
 
@@ -110,7 +113,8 @@ class Bert(nn.Module):
         if c.masked_lm and "masked_lm" in outputs:
             selected = hidden if positions is None else one_hot_gather(hidden, positions)
             table = embeddings.word.embedding
-            result["masked_lm"] = MaskedLM(c, name="masked_lm")(selected, table)
+            result["masked_lm"], decoder = MaskedLM(c, name="masked_lm")(selected, table)
+            result["decoder"] = decoder if "decoder" in outputs else None
         if c.electra.replaced_token and "replaced_token" in outputs:
             result["replaced_token"] = ReplacedToken(c, name="replaced_token")(hidden)
         pooler = dense(c, c.hidden, "pooler") if c.has_pooler else None

@@ -152,7 +152,7 @@ class Attention(nn.Module):
         q, k = self._queries_and_keys(self._input(x), context)
         return probabilities(q, k, context.segment_ids, **self._pattern)
 
-    def _input(self, x, returns_sum=False):
+    def _input(self, x, returns_sum=False) -> Any:
         is_normed = self.config.norm.position == "pre" and self.kind.has_attention_norm
         if is_normed:
             return self.norm(x, returns_sum=returns_sum)

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,20 @@ from bert_jax.model.layers import (
 
 # Tokens of a span that the span-boundary head predicts (`max_pair_targets` in SpanBERT's code).
 SPAN_POSITIONS = 20
+
+
+class Decoder(NamedTuple):
+    """What logits over the vocabulary are computed from: the decoder's input and its parameters."""
+
+    x: Float[Array, "B P D"]
+    kernel: Float[Array, "D V"]
+    bias: Float[Array, " V"] | None
+
+
+def vocab_logits(decoder: Decoder) -> Float[Array, "B P V"]:
+    """Return logits over the vocabulary in float32; those of its padding mean nothing."""
+    logits = _vocab_logits(decoder.x, decoder.kernel)
+    return logits if decoder.bias is None else logits + decoder.bias
 
 
 @jax.custom_vjp
@@ -68,25 +83,25 @@ class HeadTransform(nn.Module):
 
 
 class MaskedLM(nn.Module):
-    """Masked-LM head: vocabulary logits for gathered hidden states (section 3.1, task 1)."""
+    """Masked-LM head: vocabulary logits for gathered hidden states (section 3.1, task 1), and decoder."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B P D"], table: Float[Array, "V E"]
-    ) -> Float[Array, "B P V"]:
+    ) -> tuple[Float[Array, "B P V"], Decoder]:
         c, vocab = self.config, padded_vocab_size(self.config)
         if c.transform:
             x = _transform(c, x, c.embedding_width)
-        if c.tied_decoder:
-            kernel = table.T
-        else:
+        kernel: Any = table.T
+        if not c.tied_decoder:
             kernel = self.param("decoder", normal(), (c.embedding_width, vocab), jnp.float32)
-        logits = _vocab_logits(x, kernel)
+        bias = None
         if c.decoder_bias:
-            logits += self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
-        return _without_padding(logits, c)
+            bias = self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
+        decoder = Decoder(x, kernel, bias)
+        return _without_padding(vocab_logits(decoder), c), decoder
 
 
 def _without_padding(logits: Float[Array, "B P V"], config: ModelConfig) -> Float[Array, "B P V"]:
@@ -125,7 +140,7 @@ class SpanBoundary(nn.Module):
             x = ACTIVATIONS["gelu"](dense(c, c.hidden, name)(x))
             x = norm_layer(c, f"{name}_norm")(x)
         bias = self.param("bias", nn.initializers.zeros, (padded_vocab_size(c),), jnp.float32)
-        return _without_padding(_vocab_logits(x, table.T) + bias, c)
+        return _without_padding(vocab_logits(Decoder(x, table.T, bias)), c)
 
 
 class ReplacedToken(nn.Module):

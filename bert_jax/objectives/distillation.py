@@ -227,7 +227,7 @@ class Distilled(MaskedLM):
         teacher: Any = self._teacher_model.apply(
             {"params": params["teacher"]}, *args, outputs=names
         )
-        loss_terms = self.logit_terms(inputs, student.masked_lm, student.next_sentence)
+        loss_terms = self.logit_terms(inputs, student)
         if self._distill.logits:
             vocab = self.model.config.vocab_size  # without the padding
             student_logits, teacher_logits = (x.masked_lm[..., :vocab] for x in (student, teacher))

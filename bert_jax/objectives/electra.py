@@ -77,17 +77,16 @@ class ReplacedTokens(MaskedLM):
         generator, generator_params = split_generator(self.model.config, params)
         outputs: Any = Bert(generator).apply(
             {"params": generator_params}, masked.tokens, layout, masked.positions, fold_in(key, 0),
-            outputs=("masked_lm",),
+            outputs=("masked_lm", "decoder"),
         )  # fmt: skip
-        generated = outputs.masked_lm
+        terms = self.logit_terms(inputs.masked_lm, outputs)
         with jax.named_scope("replace"):
-            logits = jax.lax.stop_gradient(generated)
+            logits = jax.lax.stop_gradient(outputs.masked_lm)
             sampled = sample(logits, inputs.draws, self.model.config.vocab_size)
             tokens, is_replaced = replace(masked, sampled)
         outputs = self.model.apply(
             {"params": params}, tokens, layout, key=fold_in(key, 1), outputs=("replaced_token",)
         )
-        terms = self.logit_terms(inputs.masked_lm, generated, None)
         is_real = rows.is_real(layout)
         return terms | detection_terms(outputs.replaced_token, is_replaced, is_real)
 

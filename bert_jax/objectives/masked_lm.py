@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
@@ -9,9 +10,9 @@ from jaxtyping import Array, Float, Int, Key
 from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import MaskingConfig
 from bert_jax.data import rows
-from bert_jax.model.bert import Bert, Params, init_params
+from bert_jax.model.bert import Bert, Outputs, Params, init_params
 from bert_jax.model.flops import flops_per_row
-from bert_jax.model.heads import SPAN_POSITIONS, SpanBoundary
+from bert_jax.model.heads import SPAN_POSITIONS, SpanBoundary, vocab_logits
 from bert_jax.model.layers import one_hot_gather
 from bert_jax.objectives import losses
 from bert_jax.objectives.base import Metric, Objective
@@ -98,9 +99,9 @@ class MaskedLM(Objective):
         masked = inputs.masked
         args = (masked.tokens, inputs.layout, masked.positions, key)
         outputs: Any = self.model.apply(
-            {"params": params}, *args, outputs=("masked_lm", "next_sentence")
+            {"params": params}, *args, outputs=("masked_lm", "decoder", "next_sentence")
         )
-        terms = self.logit_terms(inputs, outputs.masked_lm, outputs.next_sentence)
+        terms = self.logit_terms(inputs, outputs)
         if self.model.config.span_boundary:
             terms |= self._span_terms(params, outputs.hidden, masked)
         return terms
@@ -119,27 +120,17 @@ class MaskedLM(Objective):
             "span_boundary_accuracy": losses.accuracy(*args),
         }
 
-    def logit_terms(
-        self,
-        inputs: Inputs,
-        token_logits: Float[Array, "B P V"],
-        nsp_logits: Float[Array, "B S 2"] | None,
-    ) -> dict[str, WeightedSum]:
+    def logit_terms(self, inputs: Inputs, outputs: Outputs) -> dict[str, WeightedSum]:
         """Return losses and metrics of the heads' logits as (sum, weight)."""
-        masked = inputs.masked
-        loss_terms: dict[str, Any] = {
-            self.best_metric.name: losses.cross_entropy(
-                token_logits, masked.labels, masked.weights
-            ),
-            f"{self.metric_prefix}_accuracy": losses.accuracy(
-                token_logits, masked.labels, masked.weights
-            ),
-        }
-        if coefficient := self.model.config.z_loss:
-            total, weight = losses.z_loss(token_logits, masked.weights)
-            loss_terms["z_loss"] = (coefficient * total, weight)
-        if nsp_logits is not None:
-            nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
+        masked, config = inputs.masked, self.model.config
+        loss, accuracy = _token_terms(config, outputs, masked.labels, masked.weights)
+        loss_terms = {self.best_metric.name: loss, f"{self.metric_prefix}_accuracy": accuracy}
+        if config.z_loss:
+            assert outputs.masked_lm is not None
+            total, weight = losses.z_loss(outputs.masked_lm, masked.weights)
+            loss_terms["z_loss"] = (config.z_loss * total, weight)
+        if outputs.next_sentence is not None:
+            nsp_args = (outputs.next_sentence, inputs.labels, inputs.label_weights)
             loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
             loss_terms["next_sentence_accuracy"] = losses.accuracy(*nsp_args)
         real = rows.is_real(inputs.layout)
@@ -164,6 +155,30 @@ class MaskedLM(Objective):
         if "next_sentence_accuracy" in summary:
             text += f" nsp {summary['next_sentence_accuracy']:.1%}"
         return text
+
+
+def _token_terms(
+    config: ModelConfig,
+    outputs: Outputs,
+    labels: Int[Array, "B P"],
+    weights: Float[Array, "B P"],
+) -> tuple[WeightedSum, WeightedSum]:
+    """Return cross-entropy and accuracy of the predicted tokens.
+
+    Given `outputs.decoder`, `config.kernels` may fuse them, so that no logits are kept.
+    """
+    if outputs.decoder is not None and config.kernels == "pallas" and not config.z_loss:
+        from bert_jax.model.kernels import cross_entropy  # imports Pallas' compiler
+
+        if cross_entropy.supports(outputs.decoder.kernel.shape[1]):
+            measure: Any = cross_entropy.vocab_losses
+            arguments = config.vocab_size, vocab_logits, outputs.decoder, labels, weights
+            with jax.named_scope("loss"):
+                loss, correct = measure(*arguments)
+            return (loss, jnp.sum(weights)), (correct, jnp.sum(weights))
+    assert outputs.masked_lm is not None
+    args = outputs.masked_lm, labels, weights
+    return losses.cross_entropy(*args), losses.accuracy(*args)
 
 
 def _span_weights(masked: MaskedBatch) -> Float[Array, "B P"]:

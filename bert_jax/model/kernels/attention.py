@@ -11,9 +11,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from bert_jax.model.kernels import triton
 from bert_jax.runtime import sharding
 
-# Of scores outside the mask; finite, as a difference of two must not be NaN.
-_LOWEST = -1e30
-
 
 class Settings(NamedTuple):
     """What kernels are compiled for.
@@ -50,18 +47,15 @@ def attend(
     Args:
         qkv: queries, keys and values.
         bias: what was added to them, to return its gradient, a sum over all tokens; or None.
-        segment_ids: index of each token's sequence in its row.
-        rate, key: dropout rate, and key of the generator "hash"; None disables dropout.
-        causal, reach: see `Settings`.
+        segment_ids, rate, key, causal, reach: as for `attention.attention`, with a key of "hash".
     """
     tokens, heads = qkv.shape[1], qkv.shape[2]
     rate = 0.0 if key is None else rate
     settings = Settings(rate, causal, reach, tokens, heads)
     padding = max(16, pl.next_power_of_2(tokens)) - tokens if tokens <= 128 else -tokens % 128
-    if padding:
-        qkv = jnp.pad(qkv, [(0, 0), (0, padding), (0, 0), (0, 0), (0, 0)])
-        # A separate sequence.
-        segment_ids = jnp.pad(segment_ids, [(0, 0), (0, padding)], constant_values=-1)
+    qkv = jnp.pad(qkv, [(0, 0), (0, padding), (0, 0), (0, 0), (0, 0)])
+    # The padding is a separate sequence.
+    segment_ids = jnp.pad(segment_ids, [(0, 0), (0, padding)], constant_values=-1)
     output: Any = _attend(settings, qkv, bias, segment_ids, key if rate else None)
     return output[:, :tokens]
 
@@ -73,7 +67,7 @@ def _attend(settings, qkv, bias, segment_ids, key):
 
 def _forward(settings, qkv, bias, segment_ids, key):
     run = sharding.shard_heads(functools.partial(_run_forward, settings))
-    output, normalizer = run([qkv], segment_ids, key)
+    output, normalizer = run(qkv, segment_ids, key)
     return output, (qkv, output, normalizer, bias is None, segment_ids, key)
 
 
@@ -87,9 +81,8 @@ def _backward(settings, residuals, cotangent):
 _attend.defvjp(_forward, _backward)
 
 
-def _run_forward(settings, shards, arrays, segment_ids, key) -> tuple[Any, Any]:
+def _run_forward(settings, shards, qkv, segment_ids, key) -> tuple[Any, Any]:
     """Return a device's output [B T N K] and the logarithm of the softmax's denominator [B 1 N T]."""
-    (qkv,) = arrays
     rows, tokens, heads, _, size = qkv.shape
     block = min(tokens, 128)
     return triton.call(
@@ -110,13 +103,13 @@ def _run_forward(settings, shards, arrays, segment_ids, key) -> tuple[Any, Any]:
 def _forward_kernel(settings, block, seed, segments, qkv, output, normalizer):
     head, tokens = _Head(settings, seed, segments, qkv), qkv.shape[1]
     i = pl.program_id(2) * block + jnp.arange(block)
-    scaled = head.queries(i)
+    scaled, lowest = head.queries(i), jnp.finfo(jnp.float32).min
 
     def add_block(number, carry):
         total, highest, denominator = carry
         j = number * block + jnp.arange(block)
         scores = triton.dot(scaled, head.read(1, j).T)
-        scores = jnp.where(head.mask(i, j), scores, _LOWEST)
+        scores = jnp.where(head.mask(i, j), scores, lowest)
         new = jnp.maximum(highest, jnp.max(scores, 1))
         # While no block had a token to attend to, these are 1, and `factor` is 0 in the first that has.
         exponentials, factor = jnp.exp(scores - new[:, None]), jnp.exp(highest - new)
@@ -125,10 +118,9 @@ def _forward_kernel(settings, block, seed, segments, qkv, output, normalizer):
         return total, new, denominator * factor + jnp.sum(exponentials, 1)
 
     zeros = jnp.zeros(block, jnp.float32)
-    carry = jnp.zeros((block, qkv.shape[-1]), jnp.float32), zeros + _LOWEST, zeros
+    carry = jnp.zeros((block, qkv.shape[-1]), jnp.float32), zeros + lowest, zeros
     total, highest, denominator = jax.lax.fori_loop(0, tokens // block, add_block, carry)
-    at = (head.row, i[:, None], head.number, head.features)
-    triton.store(output, *at, value=total / denominator[:, None])
+    triton.store(output, *head.at(i), value=total / denominator[:, None])
     triton.store(normalizer, head.row, 0, head.number, i, value=highest + jnp.log(denominator))
 
 
@@ -157,14 +149,12 @@ def _backward_kernel(
 ):
     """Compute the gradients of a block of tokens, as keys and values and as queries."""
     head, tokens, dtype = _Head(settings, seed, segments, qkv), qkv.shape[1], qkv.dtype
-    block_number = pl.program_id(2)
-    i = block_number * block + jnp.arange(block)
+    i = pl.program_id(2) * block + jnp.arange(block)
 
     def load_queries(i):
         """Return queries, cotangents, and what is subtracted from scores and from their gradients."""
-        at = (head.row, i[:, None], head.number, head.features)
-        of_output = triton.read(cotangent, *at)
-        product = triton.load(output, *at) * of_output.astype(jnp.float32)
+        of_output = triton.read(cotangent, *head.at(i))
+        product = triton.load(output, *head.at(i)) * of_output.astype(jnp.float32)
         logarithm = triton.load(normalizer, head.row, 0, head.number, i)
         return head.queries(i), of_output, logarithm[:, None], jnp.sum(product, 1)[:, None]
 
@@ -203,9 +193,8 @@ def _backward_kernel(
         of_keys, of_values = jax.lax.fori_loop(0, tokens // block, add_as_keys, (zeros, zeros))
         of_queries = jax.lax.fori_loop(0, tokens // block, add_as_queries, zeros)
     for part, value in enumerate((of_queries * head.scale, of_keys, of_values)):
-        at = (head.row, i[:, None], head.number, part, head.features)
-        triton.store(gradient, *at, value=value)
-        at = (head.row, block_number, head.number, part, head.features[0])
+        triton.store(gradient, *head.at(i, part), value=value)
+        at = (head.row, pl.program_id(2), head.number, part, head.features[0])
         triton.store(sums, *at, value=jnp.sum(value, 0))
 
 
@@ -229,9 +218,13 @@ class _Head:
         self.features, self.scale = jnp.arange(qkv.shape[-1])[None], qkv.shape[-1] ** -0.5
         self._settings, self._seed, self._segments, self._qkv = settings, seed, segments, qkv
 
+    def at(self, tokens: Int[Array, " t"], *part: int) -> tuple[Any, ...]:
+        """Return the index of tokens [t K] in arrays [B T N K], or of a part in arrays [B T N 3 K]."""
+        return self.row, tokens[:, None], self.number, *part, self.features
+
     def read(self, part: int, tokens: Int[Array, " t"]) -> Float[Array, "t K"]:
         """Read queries, keys or values (parts 0 to 2) of tokens."""
-        return triton.read(self._qkv, self.row, tokens[:, None], self.number, part, self.features)
+        return triton.read(self._qkv, *self.at(tokens, part))
 
     def queries(self, tokens: Int[Array, " t"]) -> Float[Array, "t K"]:
         """Read queries of tokens, scaled."""

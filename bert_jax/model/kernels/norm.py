@@ -66,8 +66,8 @@ def normalize(
     has_product, has_product_bias = product is not None, product_bias is not None
     settings = Settings(epsilon, is_centered, rate, has_product, has_product_bias, returns_sum)
     key = key if rate else None
-    output, total = _normalize(settings, x, product, product_bias, scale, bias, key)
-    return (output, total) if returns_sum else output
+    results: Any = _normalize(settings, x, product, product_bias, scale, bias, key)
+    return results if returns_sum else results[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,7 +151,7 @@ def _run_backward(settings, shard, rows, others) -> tuple[tuple[Any, Any], Float
     width = total.shape[-1]
     flat = jax.ShapeDtypeStruct((total.size // width, width), total.dtype)
     parts = min(_PARTS, flat.shape[0])
-    (of_x, of_product), sums = triton.call(
+    grads, sums = triton.call(
         functools.partial(_backward_kernel, settings),
         "norm_backward",
         (parts,),
@@ -164,9 +164,7 @@ def _run_backward(settings, shard, rows, others) -> tuple[tuple[Any, Any], Float
         *(None if y is None else y.reshape(flat.shape) for y in (total, *cotangents)),
         scale,
     )
-    if of_product is not None:
-        of_product = of_product.reshape(total.shape)
-    return (of_x.reshape(total.shape), of_product), sums.sum(1)
+    return jax.tree.map(lambda x: x.reshape(total.shape), grads), sums.sum(1)
 
 
 def _backward_kernel(settings, seed, total, cotangent, of_total, scale, grads, sums):

@@ -35,16 +35,10 @@ def call(
         arrays: inputs. Inputs and outputs that are None have the reference None.
     """
     run = functools.partial(pl.pallas_call, kernel, out_shape=outputs, grid=grid, name=name)
-    params = pl_triton.CompilerParams(num_warps=warps, num_stages=1)
-    compiled = run(compiler_params=params)
+    compiled = run(compiler_params=pl_triton.CompilerParams(num_warps=warps, num_stages=1))
     return jax.lax.platform_dependent(
         *arrays, cpu=run(interpret=True), cuda=compiled, rocm=compiled
     )
-
-
-def read(ref: Any, *index: Any) -> Array:
-    """Read elements in the dtype of the array."""
-    return pl_triton.load(ref.at[index])
 
 
 def dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
@@ -53,10 +47,14 @@ def dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
     return pl_triton.dot(a, b, precision=precision).astype(jnp.float32)
 
 
+def read(ref: Any, *index: Any, mask: Any = None) -> Array:
+    """Read elements in the dtype of the array; those outside the mask are 0."""
+    return pl_triton.load(ref.at[index], mask=mask, other=None if mask is None else 0)
+
+
 def load(ref: Any, *index: Any, mask: Any = None) -> Float[Array, "..."]:
     """Read elements in float32; those outside the mask are 0."""
-    other = None if mask is None else 0.0
-    return pl_triton.load(ref.at[index], mask=mask, other=other).astype(jnp.float32)
+    return read(ref, *index, mask=mask).astype(jnp.float32)
 
 
 def store(ref: Any, *index: Any, value: Float[Array, "..."], mask: Any = None) -> None:
