@@ -20,7 +20,9 @@ SETTINGS = ("dtype=bfloat16", "kernels=pallas", "layers=2", "vocab_multiple=128"
 
 def compile_step(tokens: int, rows: int, folder: str) -> None:
     """Compile the step, and have XLA write each kernel's PTX and the launches to a folder."""
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_dump_to={folder} --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*"
+    )
     from bert_jax.config.flags import load
     from bert_jax.runtime import device
     from bert_jax.tools.preflight import estimate
