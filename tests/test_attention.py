@@ -234,6 +234,7 @@ def test_unsupported_kernel_settings_are_rejected(name):
         ({"hidden": 12 * 128}, ("cudnn", "splash"), "model.hidden / heads"),
         ({"hidden": 12 * 136}, ("splash",), "model.hidden / heads"),
         ({"hidden": 12 * 20}, ("splash",), "model.hidden / heads"),
+        ({"electra.generator_hidden": 96}, ("cudnn", "splash"), "heads is 96 in the generator"),
         ({"dtype": "float32"}, ("splash",), "model.dtype"),
         ({"deterministic": True}, ("packed", "splash"), "config.deterministic"),
     ):

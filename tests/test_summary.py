@@ -72,13 +72,13 @@ def test_resuming_with_other_versions_or_devices_gives_a_warning(tmp_path):
     settings, mesh = config(), sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     given = phases(settings)
     before = {"step": 0, "versions": {"jax": "1"}, "devices": "1 cpu"}
-    before["attention"] = {"128": "xla"}
+    before |= {"attention": "xla at T=128", "kernels": "auto"}
     for now, expected in (
         ({"step": 5}, ""),
         ({"versions": {"jax": "2"}}, ""),  # from the beginning
         ({"step": 5, "versions": {"jax": "2"}}, "jax 1, now 2"),
         ({"step": 5, "devices": "1 NVIDIA H100"}, "devices 1 cpu, now 1 NVIDIA H100"),
-        ({"step": 5, "attention": {"128": "packed"}}, "attention {'128': 'xla'}, now"),
+        ({"step": 5, "attention": "packed at T=128"}, "attention xla at T=128, now packed"),
     ):
         lines = [json.dumps(start) + "\n" for start in (before, before | now)]
         (tmp_path / "starts.jsonl").write_text("".join(lines))

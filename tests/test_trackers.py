@@ -179,7 +179,7 @@ def test_runs_of_one_config_have_different_tracker_runs(tmp_path, monkeypatch):
         folder.mkdir()
         monkeypatch.setattr(sys, "argv", ["bert-jax", "pretrain", "--workdir", folder.name])
         for step in (0, 7):
-            workdir.record_start(folder, step, mesh, Config())
+            workdir.record_start(folder, step, mesh, Config(), [128])
             names.append(workdir.first_start(folder))
     assert names[0] == names[1] != names[2] == names[3]
 

@@ -247,7 +247,7 @@ class Kernel(NamedTuple):
         head_sizes: supported head sizes K.
         has_dropout: whether it supports dropout, with the generator "hash".
         tokens: "auto" chooses it for rows of these T.
-        evidence: how it is known that it is faster there.
+        evidence: what is known of its speed.
     """
 
     platform: str
@@ -375,7 +375,9 @@ def check(config: TrainConfig, platform: str, tensor: int) -> None:
 def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
     """Return why a kernel cannot train the model and what to change; "" if it can."""
     model, kernel = config.model, KERNELS[name]
-    sizes, head_size = kernel.head_sizes, model.hidden // model.heads
+    sizes, parts = kernel.head_sizes, [model]
+    if model.electra.generator_hidden:
+        parts.append(model.generator())
     if model.attention_dropout and not kernel.has_dropout:
         # jax.nn's cuDNN API takes no per-step seed.
         return (
@@ -385,7 +387,7 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
     if model.attention_dropout and model.dropout_generator != "hash":
         return (
             f"config.model.dropout_generator is {model.dropout_generator!r}, but {name} supports only "
-            "'hash'"
+            "'hash': set it to that, or config.model.attention to 'xla'"
         )
     if name == "cudnn" and config.deterministic:
         # With --xla_gpu_deterministic_ops=true, compilation fails in JAX 0.11 (IndexError).
@@ -408,11 +410,13 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
             f"config.model.dtype is {model.dtype!r}, but {name} supports only "
             f"{' or '.join(map(repr, kernel.dtypes))}"
         )
-    if head_size not in sizes:
-        return (
-            f"config.model.hidden / heads is {head_size}, but {name} supports head sizes "
-            f"{', '.join(map(str, sizes[:3]))}{f', … {sizes[-1]}' if len(sizes) > 3 else ''}"
-        )
+    for part, where in zip(parts, ("", " in the generator"), strict=False):
+        if part.hidden // part.heads not in sizes:
+            return (
+                f"config.model.hidden / heads is {part.hidden // part.heads}{where}, but {name} supports "
+                f"head sizes {', '.join(map(str, sizes[:3]))}"
+                f"{f', … {sizes[-1]}' if len(sizes) > 3 else ''}"
+            )
     if model.heads % tensor:
         return (
             f"config.mesh.tensor is {tensor}, but must divide config.model.heads={model.heads}: "

@@ -70,12 +70,13 @@ _GELU_EPILOGUE = _in_float32(_gelu_tanh, is_epilogue=True)
 def feed_forward_activation(config: ModelConfig) -> Callable[[Array], Array]:
     """Return the activation after the first dense layer of the feed-forward network.
 
-    On NVIDIA's GPUs cuBLASLt computes "gelu_tanh" in the product, from its sum in float32. XLA has it do
-    so for a GELU in the product's dtype, right after product and bias. Adapters, and the rounding by which
-    JAX marks what "dots" saves, are in between.
+    With `config.kernels="pallas"` cuBLASLt computes "gelu_tanh" in the product, from its sum in float32.
+    XLA has it do so for a GELU in the product's dtype, right after product and bias. Adapters, and the
+    rounding by which JAX marks what "dots" saves, are in between.
     """
     has_adapter = config.lora.rank and "intermediate" in config.lora.targets
-    if config.activation == "gelu_tanh" and config.remat != "dots" and not has_adapter:
+    is_epilogue = config.kernels == "pallas" and config.remat != "dots" and not has_adapter
+    if is_epilogue and config.activation == "gelu_tanh":
         return _GELU_EPILOGUE
     return ACTIVATIONS[config.activation]
 

@@ -165,7 +165,7 @@ def _token_terms(
 ) -> tuple[WeightedSum, WeightedSum]:
     """Return cross-entropy and accuracy of the predicted tokens.
 
-    Given `outputs.decoder`, `config.kernels` may fuse them, so that no logits are kept.
+    Given `outputs.decoder`, `config.kernels` may fuse them, and the backward pass keeps no logits.
     """
     if outputs.decoder is not None and config.kernels == "pallas" and not config.z_loss:
         from bert_jax.model.kernels import cross_entropy  # imports Pallas' compiler

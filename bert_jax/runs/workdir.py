@@ -410,7 +410,7 @@ def record_start(
     step: int,
     mesh: sharding.Mesh,
     config: TrainConfig,
-    tokens: Iterable[int] = (),
+    tokens: Iterable[int],
 ) -> None:
     """Append a line to starts.jsonl that describes this start of the run, whose rows have `tokens`."""
     start = {
@@ -422,7 +422,7 @@ def record_start(
         "devices": f"{mesh.size} {jax.devices()[0].device_kind}",
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
-        "attention": {str(t): attention.resolve(config, t) for t in tokens},
+        "attention": ", ".join(f"{attention.resolve(config, t)} at T={t}" for t in tokens),
         "kernels": "pallas" if config.model.kernels == "pallas" else "xla",
         "deterministic": config.deterministic,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

@@ -53,6 +53,7 @@ _KERNELS = (
     ("attention", "fmha|flash|attention|sdpa|cudnn"),
     ("matmul", "gemm|nvjet|cutlass|xmma|splitK"),
     ("LayerNorm and GELU", "^norm_(forward|backward)"),
+    (_HEAD, "^cross_entropy"),
     (_PROGRAMS, "^mem(cpy|set)"),
 )
 

@@ -70,11 +70,12 @@ def _changes(folder: pathlib.Path) -> Iterator[str]:
         return
     names = ("devices", "attention", "kernels")
     before, now = ({**x.get("versions", {}), **{k: x.get(k) for k in names}} for x in starts)
-    differ = [f"{k} {before.get(k)}, now {now[k]}" for k in now if before.get(k) != now[k]]
+    changed = [k for k in now if before.get(k) not in (None, "auto", now[k])]
+    differ = [f"{k} {before[k]}, now {now[k]}" for k in changed]
     if differ:
         yield (
-            f"warning: the last start had other versions, devices or kernels ({'; '.join(differ)}): results may "
-            "differ in their last bits from those of an uninterrupted run"
+            f"warning: the last start had other versions, devices or kernels ({'; '.join(differ)}): "
+            "results may differ in their last bits from those of an uninterrupted run"
         )
 
 

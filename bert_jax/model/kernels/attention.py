@@ -68,14 +68,14 @@ def _attend(settings, qkv, bias, segment_ids, key):
 def _forward(settings, qkv, bias, segment_ids, key):
     run = sharding.shard_heads(functools.partial(_run_forward, settings))
     output, normalizer = run(qkv, segment_ids, key)
-    return output, (qkv, output, normalizer, bias is None, segment_ids, key)
+    return output, (qkv, output, normalizer, bias, segment_ids, key)
 
 
 def _backward(settings, residuals, cotangent):
-    *arrays, has_no_bias, segment_ids, key = residuals
+    *arrays, bias, segment_ids, key = residuals
     run = sharding.shard_heads(functools.partial(_run_backward, settings))
     gradient, sums = run([*arrays, cotangent], segment_ids, key)
-    return gradient, None if has_no_bias else sums.sum((0, 1)), None, None
+    return gradient, None if bias is None else sums.sum((0, 1)), None, None
 
 
 _attend.defvjp(_forward, _backward)

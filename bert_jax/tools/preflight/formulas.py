@@ -76,8 +76,9 @@ def _activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
     of an activation of size 4 D; gating needs twice as much.
     """
     tokens, layers = phase.tokens, 0.0
-    score_size = 0.0 if config.model.attention in attention.KERNELS else 1.0
-    score_size += 1.5 * bool(config.model.attention_dropout)
+    score_size = 1.0 + 1.5 * bool(config.model.attention_dropout)
+    if config.model.attention in attention.KERNELS:
+        score_size = 0.0
     generators = [config.model.generator()] if config.model.electra.generator_hidden else []
     for model in [config.model, *generators]:
         wide = model.feed_forward * (1 + model.gated_feed_forward)
