@@ -38,9 +38,8 @@ def registers(ptx: pathlib.Path) -> tuple[str, ...]:
     """Return a kernel's registers a thread, and the bytes that it stores because they do not suffice."""
     command = ["ptxas", "-v", "-arch=sm_90a", "-o", os.devnull, ptx]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    return re.findall(r"Used (\d+) registers", text)[0], re.findall(r"(\d+) bytes spill st", text)[
-        0
-    ]
+    patterns = r"Used (\d+) registers", r"(\d+) bytes spill stores"
+    return tuple(re.findall(pattern, text)[0] for pattern in patterns)
 
 
 def main() -> None:
