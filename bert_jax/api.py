@@ -322,7 +322,7 @@ def pretrain(
         keys = set(changes or {}) if isinstance(config, str) else None
         settings, start = warm_start.open_start(settings, str(init), str(checkpoint), keys)
     train.train(
-        *pretraining.make_phases(settings, objective, start),
+        *pretraining.make_phases(settings, objective, start, workdir),
         str(workdir),
         start=start.params if start else None,
         save_on_signal=save_on_signal,

@@ -6,6 +6,7 @@ the lowered program.
 
 import dataclasses
 import functools
+import json
 import re
 
 import jax
@@ -21,6 +22,7 @@ from bert_jax.errors import UserError
 from bert_jax.model import encoder
 from bert_jax.model.attention import KERNELS, attention, attention_line, check, choose
 from bert_jax.objectives import pretraining
+from bert_jax.runs import workdir
 from bert_jax.runs.checkpoint import abstract
 from bert_jax.runtime import sharding
 from bert_jax.training import state as state_lib
@@ -285,6 +287,21 @@ def test_auto_selects_a_kernel_that_supports_the_config(platform, changes, imple
     line = attention_line(config, platform, 1, [512])
     assert line.startswith(f"attention: {implementation} (")
     assert reason in line or "attention" in changes
+
+
+def test_resumed_run_keeps_the_choice_of_auto(tmp_path):
+    starts = [{"step": 0, "attention": f"{name} at T=8, splash at T=512"} for name in ("x", "xla")]
+    (tmp_path / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
+    kept = workdir.attention_at(tmp_path)
+    assert kept == {8: "xla", 512: "splash"}
+    assert workdir.attention_at(tmp_path, -2)[8] == "x"
+    assert workdir.attention_at(tmp_path, -3) == workdir.attention_at(tmp_path / "none") == {}
+    assert choose(run_config(), "tpu", 1, 512, {512: "xla"}).implementation == "xla"
+    assert choose(run_config(), "tpu", 1, 8, {8: "splash"}).implementation == "splash"
+    # This device, or the config, has it no more.
+    for platform, changes in (("cpu", {}), ("tpu", {"attention_dropout": 0.1})):
+        assert choose(run_config(**changes), platform, 1, 512, kept).implementation == "xla"
+    assert choose(run_config(attention="splash"), "tpu", 1, 8, kept).implementation == "splash"
 
 
 def test_auto_depends_on_the_tokens_of_each_phase():

@@ -77,7 +77,9 @@ def _pretrain(options) -> None:
     from bert_jax.train import train
 
     config, start = open_start(config, options)
-    config, vocabulary, data, phases = pretraining.make_phases(config, start=start)
+    config, vocabulary, data, phases = pretraining.make_phases(
+        config, start=start, folder=options.workdir
+    )
     with machine_output(options):
         train(
             config,

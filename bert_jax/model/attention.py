@@ -10,7 +10,8 @@ Shapes: B rows, T tokens a row, N heads, K head size.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -279,6 +280,9 @@ KERNELS = {
 }
 
 
+NONE_KEPT: Mapping[int, str] = types.MappingProxyType({})
+
+
 class Choice(NamedTuple):
     """An implementation of attention and the reason for choosing it, to be printed."""
 
@@ -286,7 +290,13 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(config: TrainConfig, platform: str, tensor: int, tokens: int) -> Choice:
+def choose(
+    config: TrainConfig,
+    platform: str,
+    tensor: int,
+    tokens: int,
+    kept: Mapping[int, str] = NONE_KEPT,
+) -> Choice:
     """Resolve "auto" in `config.model.attention`.
 
     Args:
@@ -294,6 +304,7 @@ def choose(config: TrainConfig, platform: str, tensor: int, tokens: int) -> Choi
         platform: platform of its devices: "cpu", "gpu" or "tpu".
         tensor: number of devices that heads are split over.
         tokens: T.
+        kept: what the run that is resumed used, by T (`workdir.last_attention`).
 
     Returns:
         The configured implementation, or the one that "auto" resolves to.
@@ -301,6 +312,13 @@ def choose(config: TrainConfig, platform: str, tensor: int, tokens: int) -> Choi
     model = config.model
     if model.attention != "auto":
         return Choice(model.attention, "as configured")
+    name = kept.get(tokens, "")
+    if name == "xla" or (
+        name in KERNELS
+        and KERNELS[name].platform == platform
+        and not _unsupported_reason(name, config, tensor)
+    ):
+        return Choice(name, "as at the last start of the run")
     reasons = []
     for name in _preferred(config, platform):
         kernel = KERNELS[name]
@@ -323,15 +341,21 @@ def _preferred(config: TrainConfig, platform: str) -> list[str]:
     return ["splash"] if platform == "tpu" else []
 
 
-def resolve(config: TrainConfig, tokens: int) -> str:
-    """Return the implementation for rows of T tokens on the local devices."""
+def resolve(config: TrainConfig, tokens: int, kept: Mapping[int, str] = NONE_KEPT) -> str:
+    """Return the implementation for rows of T tokens on the local devices (see `choose`)."""
     tensor = config.mesh.tensor
     if tensor == -1:
         tensor = sharding.mesh_sizes(config.mesh, jax.device_count())[-1]
-    return choose(config, jax.devices()[0].platform, tensor, tokens).implementation
+    return choose(config, jax.devices()[0].platform, tensor, tokens, kept).implementation
 
 
-def attention_line(config: TrainConfig, platform: str, tensor: int, tokens: Sequence[int]) -> str:
+def attention_line(
+    config: TrainConfig,
+    platform: str,
+    tensor: int,
+    tokens: Sequence[int],
+    kept: Mapping[int, str] = NONE_KEPT,
+) -> str:
     """Return a line with the attention of a run for each T, on GPUs also its kernels, and why.
 
     The config may be that of fine-tuning, in which "auto" was replaced.
@@ -339,7 +363,7 @@ def attention_line(config: TrainConfig, platform: str, tensor: int, tokens: Sequ
     auto = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="auto"))
     sizes: dict[Choice, list[str]] = {}
     for t in dict.fromkeys(tokens):
-        choice = choose(auto, platform, tensor, t)
+        choice = choose(auto, platform, tensor, t, kept)
         if config.model.attention not in ("auto", choice.implementation):
             choice = choose(config, platform, tensor, t)
         sizes.setdefault(choice, []).append(str(t))

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from bert_jax.objectives.base import Objective, Phase
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.electra import ReplacedTokens
 from bert_jax.objectives.masked_lm import MaskedLM
+from bert_jax.runs import workdir
 
 # Size of BERT's uncased vocabulary.
 DEFAULT_VOCAB_SIZE = 30_522
@@ -32,6 +34,7 @@ def make_phases(
     config: Config,
     objective: Callable[..., Objective] | None = None,
     start: warm_start.Start | None = None,
+    folder: str | os.PathLike = "",
 ) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Phase]]:
     """Open the rows of every phase and check that they fit the model and each other.
 
@@ -40,6 +43,7 @@ def make_phases(
         objective: class with the constructor of `MaskedLM`; None for that, or `CausalLM`. Its name
             is recorded with the data, so a run does not resume with another one.
         start: parameters that the run starts from, which are recorded with the data likewise.
+        folder: the workdir, if there is one: a run that is resumed keeps its attention.
 
     Returns:
         The config with the vocabulary size filled in; the vocabulary; a description of each phase's
@@ -64,6 +68,7 @@ def make_phases(
         raise UserError("config.distill.teacher: it is not supported with an objective of your own")
     teacher = None
     vocabulary: Any = None
+    kept = workdir.attention_at(folder) if folder else {}
     rows_read: collections.Counter[str] = collections.Counter()  # by digest
     for i, phase_config in enumerate(config.phases):
         if not phase_config.rows:
@@ -89,7 +94,7 @@ def make_phases(
         if objective is not None:
             data[-1]["objective"] = getattr(objective, "__qualname__", repr(objective))
         mask_id, continuation = vocabulary.mask_id, vocabulary.continuation()
-        implementation = attention.resolve(config, manifest.tokens)
+        implementation = attention.resolve(config, manifest.tokens, kept)
         phase = _phase(
             config, i, manifest.format, implementation, mask_id, continuation, objective, teacher
         )

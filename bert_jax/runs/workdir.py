@@ -25,6 +25,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -193,6 +194,15 @@ def holds_run(folder: str | pathlib.Path) -> bool:
         return "config" in _read_config_json(folder)
     except UserError:
         return False
+
+
+def attention_at(folder: str | os.PathLike, start: int = -1) -> dict[int, str]:
+    """Return the implementation of attention by T at a start of a run, by default the last; {} without one."""
+    if storage.is_remote(folder) and not storage.is_file(f"{folder}/starts.jsonl"):
+        return {}
+    lines = read_lines(pathlib.Path(storage.local(f"{folder}/starts.jsonl")))
+    text = lines[start].get("attention", "") if len(lines) >= -start else ""
+    return {int(tokens): name for name, tokens in re.findall(r"(\w+) at T=(\d+)", text)}
 
 
 def first_start(folder: pathlib.Path) -> str:
@@ -413,6 +423,7 @@ def record_start(
     tokens: Iterable[int],
 ) -> None:
     """Append a line to starts.jsonl that describes this start of the run, whose rows have `tokens`."""
+    kept = attention_at(workdir)
     start = {
         "step": step,
         "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -422,7 +433,7 @@ def record_start(
         "devices": f"{mesh.size} {jax.devices()[0].device_kind}",
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
-        "attention": ", ".join(f"{attention.resolve(config, t)} at T={t}" for t in tokens),
+        "attention": ", ".join(f"{attention.resolve(config, t, kept)} at T={t}" for t in tokens),
         "kernels": "pallas" if config.model.kernels == "pallas" else "xla",
         "deterministic": config.deterministic,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

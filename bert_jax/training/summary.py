@@ -54,10 +54,11 @@ def start_lines(
             f"data: {train:,} rows with {tokens:,} real tokens, "
             f"{epochs} epochs; {heldout:,} rows held out"
         )
+    kept = workdir.attention_at(folder, -2)  # before this start
     sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
     yield (
         f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.dtype}; "
-        f"{attention.attention_line(config, *hardware, [phase.tokens for phase in phases])}"
+        + attention.attention_line(config, *hardware, [p.tokens for p in phases], kept)
     )
     yield with_user_paths(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")
     yield from _changes(folder)

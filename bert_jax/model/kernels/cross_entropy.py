@@ -33,13 +33,13 @@ def vocab_losses(
     The backward pass keeps the gradient of the logits in the dtype of the decoder's input, and multiplies
     only the products with it by the cotangent, in float32. `vocab_logits` is a function of `heads.Decoder`.
     """
-    return _forward(vocab_size, vocab_logits, decoder, labels, weights)[0]
+    return _forward(vocab_size, vocab_logits, decoder, labels, weights, has_grad=False)[0]
 
 
-def _forward(vocab_size, vocab_logits, decoder, labels, weights):
-    run = sharding.shard_rows(functools.partial(_run, vocab_size, decoder.x.dtype))
-    loss, is_correct, grad = run((vocab_logits(decoder), labels, weights), None)
-    return (jnp.sum(loss * weights), jnp.sum(is_correct * weights)), (decoder, grad)
+def _forward(vocab_size, vocab_logits, decoder, labels, weights, has_grad=True):
+    run = sharding.shard_rows(functools.partial(_run, vocab_size, [decoder.x.dtype] * has_grad))
+    loss, is_correct, *grad = run((vocab_logits(decoder), labels, weights), None)
+    return (jnp.sum(loss * weights), jnp.sum(is_correct * weights)), (decoder, *grad)
 
 
 def _backward(vocab_size, vocab_logits, residuals, cotangents):
@@ -63,18 +63,18 @@ def _products(shard, rows, others):
 vocab_losses.defvjp(_forward, _backward)
 
 
-def _run(vocab_size, dtype, shard, rows, others) -> list[Float[Array, "B P ..."]]:
-    """Return loss and correctness of a device's predictions, and the gradient of their logits."""
+def _run(vocab_size, dtypes, shard, rows, others) -> list[Float[Array, "B P ..."]]:
+    """Return loss and correctness of predictions, and the gradient of their logits in each dtype."""
     logits, labels, weights = rows
+    arrays = logits.reshape(labels.size, -1), labels.ravel(), weights.ravel()
     number = jax.ShapeDtypeStruct((labels.size,), jnp.float32)
-    grad = jax.ShapeDtypeStruct((labels.size, logits.shape[-1]), dtype)
-    arrays = logits.reshape(grad.shape), labels.ravel(), weights.ravel()
+    shapes = [number, number, *(jax.ShapeDtypeStruct(arrays[0].shape, d) for d in dtypes)]
     kernel, name = functools.partial(_kernel, vocab_size), "cross_entropy"
-    results = triton.call(kernel, name, number.shape, (number, number, grad), 16, *arrays)
+    results = triton.call(kernel, name, number.shape, shapes, 16, *arrays)
     return [y.reshape(*labels.shape, *y.shape[1:]) for y in results]
 
 
-def _kernel(vocab_size, logits, labels, weights, loss, is_correct, grad):
+def _kernel(vocab_size, logits, labels, weights, loss, is_correct, *grad):
     row, columns = pl.program_id(0), jnp.arange(pl.next_power_of_2(logits.shape[1]))
     is_token = columns < vocab_size
     value = triton.load(logits, row, columns, mask=is_token)
@@ -87,6 +87,7 @@ def _kernel(vocab_size, logits, labels, weights, loss, is_correct, grad):
     of_label = jnp.where(label < vocab_size, of_label, jnp.nan)
     triton.store(loss, row, value=highest + jnp.log(total) - of_label)
     triton.store(is_correct, row, value=(of_label >= highest).astype(jnp.float32))
-    of_logits = exponentials / total - (columns == label).astype(jnp.float32)
-    of_logits = jnp.where(is_token, triton.load(weights, row) * of_logits, 0.0)
-    triton.store(grad, row, columns, value=of_logits, mask=columns < logits.shape[1])
+    for each in grad:
+        of_logits = exponentials / total - (columns == label).astype(jnp.float32)
+        of_logits = jnp.where(is_token, triton.load(weights, row) * of_logits, 0.0)
+        triton.store(each, row, columns, value=of_logits, mask=columns < logits.shape[1])
