@@ -67,7 +67,7 @@ requirements: | $(BIN)/pip
 	for device in cpu cuda13 tpu; do \
 		$(BIN)/uv pip compile --quiet --no-config --upgrade --generate-hashes --no-emit-index-url --no-header --no-annotate \
 			--python-version 3.12 --python-platform x86_64-manylinux_2_31 --output-file launch/requirements-$$device.txt \
-			--extra gcs --extra s3 --extra tfds --extra wiki --extra wandb --extra mlflow \
+			--extra cloud \
 			$$([ $$device = cpu ] || echo --extra $$device) pyproject.toml || exit 1; \
 	done
 

@@ -6,8 +6,8 @@ import pytest
 
 from bert_jax.config.flags import load
 from bert_jax.runtime import device
+from bert_jax.runtime.topology import parse_topology
 from bert_jax.tools.preflight import estimate, hlo
-from bert_jax.tools.preflight.topology import parse_topology
 
 MESH = ("--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.tensor=2")
 TANH = "--config.model.activation=gelu_tanh"

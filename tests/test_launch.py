@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from bert_jax import cli
 from bert_jax.errors import UserError
-from bert_jax.tools.launch import engines, jobs
+from bert_jax.tools.launch import jobs
 from bert_jax.tools.launch import plan as plan_lib
 from bert_jax.tools.launch import request as request_lib
+from bert_jax.tools.launch.engines import base
 from tests.helpers.launch import (
     COMMAND,
     FINETUNE,
@@ -39,6 +40,7 @@ from tests.helpers.launch import (
 checkout = pytest.fixture(scope="module")(make_checkout)
 in_checkout = pytest.fixture(autouse=True)(enter_checkout)
 programs = pytest.fixture(make_programs)
+SLURM = base.SCRIPTS / "slurm.sh"
 # Scripts that save their state when they are stopped, and that wait for a file.
 FOREVER = "while :; do sleep 0.02; done"
 SAVES = f"trap 'echo saved; exit 75' TERM INT; echo up; {FOREVER}"
@@ -76,10 +78,10 @@ def test_slurm_arguments(programs):
     programs.program("sbatch")
     assert plan_lib.run(plan("slurm", restarts=3, extra=["--time=60"], env=["A=b c"])) == 0
     (call,) = programs.calls()
-    script = call.index(str(ROOT / "launch" / "slurm.sh"))
+    script = call.index(str(SLURM))
     assert shlex.join(call[1:script]) == (
-        "--job-name=one --output=one-%j.out --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 "
-        "--time=60"
+        "--job-name=one --output=one-%j.out --nodes=2 --ntasks-per-node=4 --cpus-per-task=4 "
+        "--gpus-per-node=4 --time=60"
     )
     python = ["env", "A=b c", sys.executable, "-m", "bert_jax"]
     assert call[script + 1 :] == ["--restarts=3", "--", *python, *COMMAND, "/shared/runs/one"]
@@ -90,7 +92,7 @@ def test_slurm_containers_and_modules(programs):
     programs.program("srun", "exit 0")
     programs.program("module")
     (submit,) = made.setup
-    at = submit.index(str(ROOT / "launch" / "slurm.sh"))
+    at = submit.index(str(SLURM))
     assert programs.bash(shlex.join(submit[at:])).returncode == 0
     *loads, run = programs.calls()
     assert loads == [["module", "load", "cuda/13"], ["module", "load", "gcc"]]
@@ -125,7 +127,7 @@ def worker(programs):
             command, variables, _ = plan.processes[0]
         elif on == "slurm":
             (submit,) = plan.setup
-            at = submit.index(str(ROOT / "launch" / "slurm.sh"))
+            at = submit.index(str(SLURM))
             command, variables = ["bash", *submit[at:]], {}
         else:
             (text,) = plan.files.values()
@@ -169,7 +171,7 @@ def in_a_pod(manifest):
 @given(values=st.lists(PRINTABLE, min_size=8, max_size=20))
 def test_argument_values_reach_workers_unchanged(on, worker, programs, values, monkeypatch):
     assume(not any("://" in value for value in values))
-    monkeypatch.setattr(engines, "python_command", lambda: [str(programs.bin / "bert-jax")])
+    monkeypatch.setattr(base, "python_command", lambda: [str(programs.bin / "bert-jax")])
     arguments = [*values, *(f"--config.task.data={value}" for value in values)]
     options = {"processes": 1} if on == "local" else {}
     made = plan(on, *arguments, env=[f"{VARIABLE}={values[0]}"], **options)
@@ -207,7 +209,7 @@ def test_slurm_requeues_after_interruption(tasks, restarted, ends, requeues, pro
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarted))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(len(tasks)))
-    script = ["bash", ROOT / "launch" / "slurm.sh", "--restarts=3", "--", "bash", "-c"]
+    script = ["bash", SLURM, "--restarts=3", "--", "bash", "-c"]
     expected = "auto" if len(tasks) > 1 else ""
     check = f'test "$BERT_JAX_DISTRIBUTED" = "{expected}" && exit "$S"'
     done = subprocess.run([*script, check], capture_output=True, text=True, timeout=60)
@@ -217,9 +219,7 @@ def test_slurm_requeues_after_interruption(tasks, restarted, ends, requeues, pro
 
 def test_slurm_task_waits_for_the_final_save(programs):
     """SIGTERM also reaches the shell around the command, which must not exit before the command."""
-    line = next(
-        line for line in (ROOT / "launch" / "slurm.sh").read_text().split("\n") if "task=" in line
-    )
+    line = next(line for line in SLURM.read_text().split("\n") if line.startswith("task="))
     saves = f"trap 'sleep 0.3; exit 75' TERM; echo up; {FOREVER}"
     command = ["bash", "-c", f'{line}; exec bash -c "$task" task "$@"', "x", "bash", "-c", saves]
     task = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
@@ -321,8 +321,8 @@ def test_detached_run_can_be_queried_and_stopped(programs, capsys, monkeypatch):
     """The run outlives the launch command, and its state and exit status are available by name."""
     program = programs.program("bert-jax", SAVES)
     code = (
-        "from bert_jax.tools.launch import engines\n"
-        f"engines.python_command = lambda: [{str(program)!r}]\n"
+        "from bert_jax.tools.launch.engines import base\n"
+        f"base.python_command = lambda: [{str(program)!r}]\n"
         "import sys; from bert_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
     )
     monkeypatch.setattr(jobs, "python_command", lambda: [sys.executable, "-c", code])
@@ -376,7 +376,7 @@ def test_stop_runs_every_command_and_returns_the_worst_status(ssh_status, progra
     """A slice that is not active, and refuses connections, is deleted."""
     programs.program("gcloud", f'[[ "$*" != *" ssh "* ]] || exit {ssh_status}')
     job = {"on": "tpu-vm", "began": "", "launcher": 0, "ended": 75, "stop": plan("tpu-vm").stop}
-    folder = engines.state_folder("one")
+    folder = base.state_folder("one")
     folder.mkdir(parents=True)
     (folder / "job.json").write_text(json.dumps(job))
     assert cli.main(["launch", "stop", "one"]) == ssh_status
@@ -388,7 +388,7 @@ def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch, tmp_pa
     kept.write_text("text")
     failing = ["bash", "-c", "echo no room; exit 3"]
     monkeypatch.setattr(jobs, "python_command", lambda: failing)
-    log = engines.state_folder("r") / "log"
+    log = base.state_folder("r") / "log"
     log.parent.mkdir(parents=True)
     log.symlink_to(kept)
     assert cli.main(["launch", "--on", "local", "--detach", "--", *COMMAND, "/s/r"]) == 2
@@ -397,29 +397,48 @@ def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("on", "state", "output", "ends"),
+    ("queue", "accounts", "kind", "status", "text"),
     [
-        ("slurm", ["squeue", "--name=one"], "tail", ["scancel", "--name=one"]),
-        ("sky", ["sky", "jobs", "queue"], "sky", ["sky", "jobs", "cancel"]),
-        ("gke", ["kubectl", "get"], "kubectl", ["kubectl", "delete", "jobset", "one"]),
+        ("PENDING Resources", "", "waiting", None, "PENDING Resources"),
+        ("RUNNING None", "", "running", None, "the last line"),
+        ("", "FAILED|2:0", "failed", 2, "FAILED"),
+        ("", "OUT_OF_MEMORY|0:9", "failed", 137, "the last line"),
+        ("", "FAILED|1:0\nCOMPLETED|0:0", "done", 0, ""),
+        ("", "CANCELLED by 1000|0:15", "stopped", 143, "CANCELLED"),
+        ("", "", "lost", None, "left the queue"),  # a cluster without accounting
+        ("exit 1", "", "unknown", None, "squeue exited with status 1"),
     ],
 )
-def test_status_logs_and_stop_call_the_engine(on, state, output, ends, programs, capsys, request):
-    logs = [pathlib.Path.cwd() / name for name in ("one-1.out", "one-large-2.out")]
-    for log in logs:
+def test_state_of_a_slurm_job(queue, accounts, kind, status, text, programs, request):
+    for name in ("one-1.out", "one-large-2.out"):  # the second is another job's
+        log = pathlib.Path.cwd() / name
+        log.write_text("a\nthe last line\n" if name == "one-1.out" else "no\n")
+        request.addfinalizer(log.unlink)
+    programs.program("sbatch")
+    programs.program("squeue", queue if queue.startswith("exit") else f"echo '{queue}'")
+    programs.program("sacct", f"echo '{accounts}'")
+    assert cli.main(["launch", "--on", "slurm", "--", *COMMAND, "/shared/runs/one"]) == 0
+    state = jobs.ask("one")
+    assert (state.kind, state.status) == (kind, status)
+    assert text in state.text
+    assert "no" not in state.text.splitlines()
+
+
+def test_logs_and_stop_of_a_slurm_job(programs, capsys, request):
+    for name in ("one-1.out", "one-large-2.out"):
+        log = pathlib.Path.cwd() / name
         log.touch()
         request.addfinalizer(log.unlink)
-    for name in ("sbatch", "squeue", "scancel", "sky", "kubectl", "tail"):
+    for name in ("sbatch", "squeue", "scancel", "tail"):
         programs.program(name)
-    command = ["launch", "--on", on, *flags(on), "--", *COMMAND, "/shared/runs/one"]
+    command = ["launch", "--on", "slurm", "--", *COMMAND, "/shared/runs/one"]
     assert cli.main(command) == 0
     programs.calls()
-    for verb, expected in (("status", state), ("logs", [output]), ("stop", ends)):
-        assert cli.main(["launch", verb, "one"]) == 0
-        (call,) = programs.calls()
-        assert call[: len(expected)] == expected
-        if call[0] == "tail":
-            assert call[4:] == [str(logs[0])]
+    assert cli.main(["launch", "logs", "one"]) == 0
+    assert [call[4:] for call in programs.calls()] == [[str(pathlib.Path.cwd() / "one-1.out")]]
+    assert cli.main(["launch", "stop", "one"]) == 0
+    assert programs.calls() == [["scancel", "--name=one"]]
+    assert jobs.ask("one").kind == "stopped"
     assert cli.main([*command[:1], "--detach", *command[1:]]) == 2
     assert "--detach" in capsys.readouterr().err
 
@@ -434,7 +453,7 @@ def test_local_processes_share_a_coordinator_and_prefix_lines(capsys, monkeypatc
         "print(*(e['BERT_JAX_' + name] for name in names), e['XLA_FLAGS']);"
         "sys.stderr.write('no newline')"
     )
-    monkeypatch.setattr(engines, "python_command", lambda: [sys.executable, "-c", code])
+    monkeypatch.setattr(base, "python_command", lambda: [sys.executable, "-c", code])
     monkeypatch.setenv("XLA_FLAGS", "--old")
     assert plan_lib.run(plan("local", processes=3, devices=4)) == 0
     output = capsys.readouterr()
@@ -519,7 +538,7 @@ def test_local_run_restarts_after_interruption(
     file.write_text("\n".join(statuses.split()) + "\n")
     body = f"s=$(head -n 1 {file}); sed -i 1d {file}; [ $s != 137 ] || kill -9 $$; exit $s"
     program = programs.program("bert-jax", body)
-    monkeypatch.setattr(engines, "python_command", lambda: [str(program)])
+    monkeypatch.setattr(base, "python_command", lambda: [str(program)])
     assert plan_lib.run(plan("local", processes=1, restarts=restarts)) == last
     assert len(programs.calls()) == runs
 
@@ -560,7 +579,7 @@ SHORT = {
         ("--on local", "after --"),
         ("--on local -- report x", "pretrain, finetune, prepare or sweep"),
         ("-- {pretrain} /w", "--on ENGINE"),
-        ("pause one", "status, logs or stop"),
+        ("pause one", "status, logs, stop or delete"),
         ("stop one --keep", "no options"),
         ("logs none", "no job none"),
         ("--on local --env A -- {pretrain} /w", "--env A"),
@@ -573,7 +592,7 @@ SHORT = {
         ("--on sky -- {pretrain} /w", "--on sky needs --accelerator"),
         ("--on slurm --nodes 0 -- {pretrain} /w", "--nodes 0: it must be 1 to"),
         ("--on slurm --name No -- {pretrain} /w", "--name No"),
-        ("--on slurm --project p -- {pretrain} /w", "takes --nodes, --gpus, --image, --mount"),
+        ("--on slurm --project p -- {pretrain} /w", "takes --nodes, --gpus, --cpus, --image"),
         ("--on slurm -- {pretrain} az://b/runs", "az://b/runs"),
         # The disk of a worker is lost.
         ("{tpu-vm} --accelerator=v5e-16 -- {pretrain} runs/one", "runs/one would be lost"),
@@ -601,7 +620,6 @@ SHORT = {
         ("{tpu-vm} --accelerator=v5e:2x2,slices=2 -- {finetune} gs://b/r", "one machine"),
         ("--on sky --accelerator=tpu-v5e-16 -- {finetune} gs://b/r", "finetune runs on one"),
         ("{sky} -- {sweep} --runs=/s", "`bert-jax sweep --on sky`"),
-        ("--on slurm -- {sweep} --runs=gs://b/runs", "--runs gs://b/runs"),
     ],
 )
 def test_user_errors_are_one_line(arguments, key, capsys):
@@ -611,11 +629,20 @@ def test_user_errors_are_one_line(arguments, key, capsys):
     assert SHORT["token"] not in line
 
 
-def test_slurm_without_its_script_is_rejected(monkeypatch, tmp_path):
-    monkeypatch.setattr(engines, "SCRIPTS", tmp_path)  # as in a wheel
-    with pytest.raises(UserError, match="run from a checkout"):
-        plan("slurm", image="i")
-    plan("gke")
+def test_package_without_a_checkout_is_sent_as_a_wheel(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(base, "CHECKOUT", tmp_path)
+    command = "pretrain --config mini,128 --rows gs://b/rows --workdir gs://b/run".split()
+    launch = ["launch", "--dry-run", "--on"]
+    for on in ("tpu-vm", "sky"):
+        assert cli.main([*launch, on, *flags(on), "--", *command]) == 0
+        text = capsys.readouterr().out
+        assert "bert_jax.tools.launch.wheel" in text.splitlines()[-5 if on == "tpu-vm" else -2]
+        assert text.count(base.WHEEL) > 2
+        assert "bundle" not in text
+        command[2] = str(ROOT / "configs/pretrain.py:mini,128")
+        assert cli.main([*launch, on, *flags(on), "--", *command]) == 2
+        assert "--config " in capsys.readouterr().err
+        command[2] = "mini,128"
 
 
 def test_gke_rejects_a_config_outside_the_checkout(tmp_path, capsys):

@@ -61,15 +61,15 @@ def cloud(programs, monkeypatch):
     service = 'while [[ $1 == --* ]]; do shift; done; "$@" >> "$WORKER_HOME/job.log" 2>&1 || true'
     programs.program("systemd-run", service)
     programs.program("systemctl", '[ "$1" = show ] && echo 0 || exit 1', records=False)
-    programs.program("python3", records=False)  # the real one installs uv
-    uv = programs.program("uv", "", records=False)
-    (programs.home / ".local" / "bin").mkdir(parents=True)
-    shutil.move(uv, programs.home / ".local" / "bin" / "uv")
+    programs.program("python3", records=False)  # the real one makes an environment with uv
+    for name in ("uv", "pip"):
+        programs.program(f"../home/uv/bin/{name}", records=False)
     (programs.home / "venv" / "bin").mkdir(parents=True)
     ends = 's=$(head -n 1 "$FAKES/ends"); sed -i 1d "$FAKES/ends"; exit $s'
     run = programs.program("run", f'echo "commit $(git rev-parse HEAD)"; {ends}')
     shutil.move(run, programs.home / "venv" / "bin" / "bert-jax")
     monkeypatch.setenv("TPU_SLICE_POLL_SECONDS", "0")
+    monkeypatch.setenv("BERT_JAX_LAUNCH_WAIT_SECONDS", "0")
     (folder / "new").write_text("WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE\n")
 
     def launch(*ends, lose="", state="", **options):
@@ -136,11 +136,11 @@ def test_tpu_slice_creation_failure_is_reported(cloud, programs, capsys):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_tpu_slice_is_deleted_after_a_failed_start(keep, cloud, programs, capsys):
-    programs.program("python3", "exit 1", records=False)
+    programs.program("../home/uv/bin/uv", "exit 1", records=False)
     with pytest.raises(UserError, match=r"ssh .* start .* exited with status 2$"):
         cloud(0, keep=keep)
     assert ("delete" in verbs(programs)) == (not keep)
-    assert ("to delete it: gcloud" in capsys.readouterr().err) == keep
+    assert ("to delete them: bert-jax launch delete one" in capsys.readouterr().err) == keep
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -168,12 +168,14 @@ echo >> "$FAKES/polls"
     assert "delete" not in verbs(programs)
     if number != signal.SIGKILL:
         assert launcher.returncode == 75
-        assert "to delete it: bert-jax launch stop one\n" in rest
+        assert "to delete them: bert-jax launch stop one\n" in rest
 
 
 def test_tpu_worker_does_not_restart_a_running_job(cloud, programs, capfd):
     cloud(0, keep=True)
-    programs.program("systemctl", '[ "$1" != show ] || echo 0')
+    # It runs when it is started again, and has ended when it was followed.
+    is_active = '[[ $(tr "\\0" " " < /proc/$PPID/cmdline) == *" start "* ]]'
+    programs.program("systemctl", f'[ "$1" = show ] && echo 0 || {is_active}')
     assert cloud(keep=True, state="ACTIVE\n")[2] == 0
     assert "another command" not in capfd.readouterr().err
     with pytest.raises(UserError, match=r"exited with status 3$"):  # another command

@@ -47,6 +47,15 @@ def test_wheel_pretrains_in_an_empty_folder(tmp_path):
     assert "%" in output.partition(commands[-1])[2]
     assert __version__ in python("-m", "bert_jax", "--version", **site)
     assert (tmp_path / "report.html").read_text().count("masked_lm_loss") > 1
+    # `launch` sends the installed package as a wheel, whose copy has the same files.
+    for name in ("a", "b"):
+        wheel = tmp_path / f"bert_jax-{__version__}-py3-none-any.whl"
+        python("-m", "bert_jax.tools.launch.wheel", str(wheel), **site)
+        python(*pip, "install", "--no-deps", "--target", name, str(wheel))
+        site = {"PYTHONPATH": str(tmp_path / name)}
+    files = [{f.relative_to(tmp_path / n) for f in (tmp_path / n).rglob("*.*")} for n in "ab"]
+    assert files[0] == files[1]
+    assert pathlib.Path("bert_jax/tools/launch/scripts/tpu_worker.sh") in files[0]
 
 
 def test_version_option_prints_versions(capsys):

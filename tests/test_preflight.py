@@ -14,9 +14,10 @@ from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import chips, sharding
+from bert_jax.runtime.topology import parse_topology
 from bert_jax.tools.preflight import compiler, estimate, hlo, kernels
 from bert_jax.tools.preflight.hlo import Collective, Kernel
-from bert_jax.tools.preflight.topology import locations, network_seconds, parse_topology
+from bert_jax.tools.preflight.network import locations, network_seconds
 from bert_jax.training import state as state_lib
 
 # A loop of 3 iterations with nested fusions, an asynchronous all-gather that appears twice, a

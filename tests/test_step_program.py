@@ -27,8 +27,8 @@ from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import ACTIVATIONS, feed_forward_activation, gather_rows, one_hot_gather
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
+from bert_jax.runtime.topology import parse_topology
 from bert_jax.tools.preflight.compiler import abstract_devices
-from bert_jax.tools.preflight.topology import parse_topology
 from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 

@@ -18,11 +18,11 @@ from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.runs import workdir
 from bert_jax.tools import sweep
-from bert_jax.tools.sweep import Point, SweepArgs, scheduler
+from bert_jax.tools.sweep import Point, SweepArgs
 from bert_jax.tools.sweep import results as results_lib
 from bert_jax.tools.sweep.display import note_of
 from bert_jax.tools.sweep.results import Results
-from bert_jax.tools.sweep.scheduler import Engine, PointRun
+from bert_jax.tools.sweep.scheduler import Engine, PointRun, Runs
 from bert_jax.tools.sweep.scheduler import Scheduler as Queue
 from bert_jax.training.summary import duration
 from tests.helpers.launch import has_ended, make_programs
@@ -216,7 +216,7 @@ def test_orphaned_process_of_a_killed_sweep_is_waited_for(
     process.wait()
     args = SweepArgs(data=tmp_path)
     points = sweep.load(file, args).points
-    queue = Queue(points, tmp_path / "runs", args, Engine(), False, print)
+    queue = Queue(points, Runs(tmp_path / "runs"), args, Engine(), False, print)
     for _ in range(3):
         queue.update()
         assert queue.state == {"a": "done", "b": "waiting"}  # b's process holds the lock
@@ -253,7 +253,8 @@ def test_signals_reach_the_processes_that_a_point_has_started(method, tmp_path):
         "time.sleep(600)\n"
     )
     points = [Point("a", ("python", script, child))]
-    queue = Queue(points, tmp_path, SweepArgs(data=tmp_path / "d"), Engine(), False, print)
+    args = SweepArgs(data=tmp_path / "d")
+    queue = Queue(points, Runs(tmp_path), args, Engine(), False, print)
     queue.update()
     wait_for(lambda: child.exists() and child.read_text().endswith("\n"))
     getattr(queue, method)()
@@ -261,9 +262,9 @@ def test_signals_reach_the_processes_that_a_point_has_started(method, tmp_path):
 
 
 def test_time_left_covers_all_seeds(tmp_path):
-    point_run = PointRun(Point("m", ("finetune", "--seeds=3")), tmp_path, tmp_path)
+    point_run = PointRun(Point("m", ("finetune", "--seeds=3")), Runs(tmp_path), tmp_path)
     for seed in range(2):
-        run_ = point_run.out / f"seed_{seed}"
+        run_ = point_run.files / f"seed_{seed}"
         run_.mkdir(parents=True)
         (run_ / "config.json").write_text(json.dumps({"config": {"steps": 100}}))
         (run_ / "starts.jsonl").write_text(json.dumps({"step": 0}) + "\n")
@@ -271,58 +272,69 @@ def test_time_left_covers_all_seeds(tmp_path):
         os.utime(run_ / "metrics.jsonl", (seed, seed))
     began = (run_ / "starts.jsonl").stat().st_mtime
     # 80 steps of this seed and 100 of the third remain, at 1 s each.
-    assert note_of(point_run, began + 20)["left"] == duration(180.0)
+    assert note_of(point_run, began + 20, "")["left"] == duration(180.0)
 
 
-def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch):
+def test_queued_job_is_asked_for_until_it_ends(tmp_path, monkeypatch, capsys):
     programs = make_programs(tmp_path, monkeypatch)
     programs.program("sbatch")
     monkeypatch.setenv("BERT_JAX_LAUNCH", str(tmp_path / "jobs"))
-    monkeypatch.setattr(scheduler, "_QUERY_SECONDS", 0.01)
+    monkeypatch.setenv("BERT_JAX_LAUNCH_WAIT_SECONDS", "0")
+    monkeypatch.setenv("BERT_JAX_SWEEP_QUERY_SECONDS", "0.01")
     config = ("--config", "configs/pretrain.py:mini,128", "--config.steps=7")
     engine = Engine("slurm", ("--gpus=4",))
     (tmp_path / "runs").mkdir()
 
     def start():
         points = [Point("m", ("pretrain", "--rows", "r", *config))]
-        return Queue(points, tmp_path / "runs", SweepArgs(data=tmp_path), engine, False, print)
+        args = SweepArgs(data=tmp_path)
+        return Queue(points, Runs(tmp_path / "runs"), args, engine, False, print)
 
+    def until(condition):
+        wait_for(lambda: queue.update() or condition())
+
+    programs.program("squeue", "echo PENDING", records=False)
     queue = start()
     point_run = queue.point_runs["m"]
-    wait_for(lambda: queue.update() or point_run.is_submitted)
+    until(lambda: "waiting" in queue.note("m"))
     queue.stop()
     assert queue.state == {"m": "stopped"}
-    folder = point_run.folder
     (job,) = programs.calls()
-    assert {"--gpus-per-node=4", f"--job-name={folder.name}"} < {*job}
-    assert job[-3:] == ["--config.steps=7", "--workdir", str(folder / "out")]
-    # Slurm has no such job and the workdir is incomplete: it failed and is rerun next time.
-    programs.program("squeue")
-    queue = start()
-    queue.update()
-    assert queue.state == {"m": "running"}
-    assert programs.calls() == []  # not submitted again
-    for _ in range(2):
-        time.sleep(0.02)
-        queue.update()
-    assert queue.state == {"m": "failed"}
-    assert f"{folder.name}-JOB.out" in point_run.last_log_line()
-    assert [f"--name={folder.name}" in call for call in programs.calls("squeue")] == [True] * 2
-    assert not point_run.is_submitted
-    for body in ("echo PENDING", "exit 1"):
-        programs.program("squeue", body)
-        assert engine.is_queued(point_run)
+    assert {"--gpus-per-node=4", f"--job-name={point_run.folder.name}"} < {*job}
+    assert job[-3:] == ["--config.steps=7", "--workdir", point_run.out]
 
-    point_run.add(status=None, seconds=0.1, on="slurm")
-    out = point_run.out
-    out.mkdir()
+    queue = start()  # does not submit it again
+    for answer, note in (
+        ("exit 1", "unknown squeue exited with status 1"),
+        ("echo RUNNING", "running"),
+    ):
+        programs.program("squeue", answer, records=False)
+        until(lambda note=note: queue.note("m") == note)
+    assert queue.state == {"m": "running"}
+    assert not programs.calls()
+    # What may pass is tried again under another name, what would fail again is not.
+    programs.program("sacct", "[[ $* != *'-2 --starttime'* ]] || echo 'FAILED|2:0'", records=False)
+    programs.program("squeue", records=False)
+    until(lambda: queue.state == {"m": "failed"})
+    (again,) = programs.calls()
+    assert f"--job-name={point_run.folder.name}-2" in again
+    assert "failed: FAILED" in point_run.log.read_text()
+    assert [attempt["status"] for attempt in point_run.attempts()] == [1, 2]
+    assert capsys.readouterr().err.count("lost m-") == 1
+
+
+def test_lost_job_is_done_if_its_workdir_is_complete(tmp_path, monkeypatch):
+    point_run = PointRun(Point("m", ("pretrain", "--config", "mini,128")), Runs(tmp_path), tmp_path)
+    out = point_run.files
+    out.mkdir(parents=True)
     config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=7)
     best = {"best_by": "x", "highest": False}
     workdir.write_or_check_config(out, config, [{"digest": ""}], best, False, VOCABULARY)
-    assert not point_run.is_done
+    assert not point_run.has_ended()
     (out / "checkpoints" / "7").mkdir(parents=True)
-    assert point_run.is_done
-    # The sweep's own clock and machine describe only the submission of the job.
+    assert point_run.has_ended()
+    # The sweep's own clock and machine are not those of the job.
+    point_run.add(status=0, seconds=0.1, on="slurm")
     own = {"step_seconds": 7.5, "devices": "4 NVIDIA H100", "jax": "0.12"}
     monkeypatch.setattr(results_lib, "_of_run", lambda folder: own)
     (line,) = results_lib.lines_of(point_run, SweepArgs(data=tmp_path))

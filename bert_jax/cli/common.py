@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import shtab
 
-from bert_jax import storage
 from bert_jax.errors import EXIT_USER_ERROR, UserError, did_you_mean
 from bert_jax.runtime.progress import Progress
 
@@ -180,14 +179,6 @@ def load_config(options: argparse.Namespace) -> Any:
     elif options.data:
         config.task.data = options.data
     return config
-
-
-def check_local(options: argparse.Namespace) -> None:
-    """Check that the folders of a sweep are not on object storage."""
-    data = options.data or os.environ.get("BERT_JAX_DATA", "")
-    for name, value in (("runs", options.runs), ("data", data)):
-        if storage.is_remote(value):
-            raise UserError(f"--{name} {value}: a sweep needs a local or shared folder")
 
 
 def open_start(config: Any, options: Any) -> tuple[Any, Any]:

@@ -4,10 +4,11 @@ import contextlib
 import io
 import os
 import pathlib
+from typing import Any
 
+from bert_jax import storage
 from bert_jax.cli.common import (
     argument,
-    check_local,
     choice,
     flag,
     load_config,
@@ -36,19 +37,29 @@ _DATA = "$BERT_JAX_DATA"
         "combinations",
     ),
     argument("--scale", choices=("small", "paper"), help="default small, or paper with --init"),
-    option("--data", "DIR", "folder of texts and tasks (default: $BERT_JAX_DATA)", default=""),
+    option(
+        "--data", "DIR", "folder or URL of texts and tasks (default: $BERT_JAX_DATA)", default=""
+    ),
     option("--init", "DIR", "checkpoint to fine-tune", default=""),
     number("--seeds", 0, "number of seeds; 0 takes the sweep's", least=0),
     repeatable("--only", "PATTERN", "run only matching points (* and ?) and their dependencies"),
     flag("--dry-run", "list the points and their commands"),
     number("--jobs", 1, "points to run at a time", least=1),
-    option("--runs", "DIR", "folder of the workdirs (default %(default)s)", default=RUNS),
+    option("--runs", "DIR", "folder or URL of the workdirs (default %(default)s)", default=RUNS),
     choice(
         "--on",
         "local tpu-vm gke slurm sky",
-        "engine of pretrain and finetune, whose machines have the data and --runs under the same paths",
+        "engine of pretrain and finetune, whose machines read the data and --runs under the same paths",
     ),
-    repeatable("--launch", "ARG", "argument for `bert-jax launch`"),
+    repeatable(
+        "--launch",
+        "[VERB:]ARG",
+        "argument for `bert-jax launch`, of all points or of those of one verb, as in "
+        "finetune:--accelerator=v5e-8",
+    ),
+    option(
+        "--dollars-per-chip-hour", "X", "price, for --dry-run and waits", type=float, default=0.0
+    ),
     flag("--resubmit", "queue unfinished jobs again"),
 )
 def _sweep(options) -> int | None:
@@ -60,24 +71,29 @@ def _sweep(options) -> int | None:
       -- pretrain --config mini,128 --rows rows128 --config.steps=2000
     bert-jax sweep experiments/paper/table1 --init google-bert/bert-base-uncased \
       --on slurm --launch=--gpus=1 --jobs 20 --runs /shared/runs
+    bert-jax sweep experiments/paper/table6 --scale paper --data gs://mine/data --runs gs://mine/runs \
+      --on tpu-vm --launch=--zone=us-west4-a --launch=pretrain:--accelerator=v5e:4x4 \
+      --launch=finetune:--accelerator=v5e-8 --jobs 2
 
     Finished points are skipped, interrupted points resumed. Each point appends a line to the
     experiment's results.jsonl. exit status: 0 all done, 1 a point failed, 75 interrupted
     """
     from bert_jax.tools import sweep
     from bert_jax.tools.launch.engines import SUBMITTED
-    from bert_jax.tools.sweep import grid_files, run, scheduler
+    from bert_jax.tools.sweep import cost, grid_files, run, scheduler
 
     options.data = options.data or os.environ.get("BERT_JAX_DATA", "")
+    storage.check([options.data, options.runs])
     if options.launch and options.on == "local":
         raise UserError(f"--launch {options.launch[0]}: it needs --on ENGINE")
     if options.resubmit and options.on not in SUBMITTED:
         raise UserError("--resubmit applies to engines that queue jobs: " + ", ".join(SUBMITTED))
-    check_local(options)
     if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
         raise UserError(f"--init {options.init}: no such folder")
     # Without --data, a dry run shows the name of the environment variable.
-    data = pathlib.Path(options.data).absolute() if options.data else pathlib.Path(_DATA)
+    data = storage.path(options.data or _DATA)
+    if options.data and not storage.is_remote(options.data):
+        data = data.absolute()
     scale = options.scale or ("paper" if options.init else "small")
     args = sweep.SweepArgs(scale, data, options.init, options.seeds)
     choices = grid_files.parse(options.grid)
@@ -100,14 +116,40 @@ def _sweep(options) -> int | None:
         if not options.data and not options.dry_run and any(_DATA in word for word in words):
             raise UserError(f"{point.name} reads texts or tasks: add --data DIR or set {_DATA}")
         _check(f"{'--grid' if choices else selected.path}: {point.name}", point)
-    engine = scheduler.Engine(options.on, options.launch, options.jobs)
-    runs = pathlib.Path(options.runs)
+    launch, price = list(options.launch), options.dollars_per_chip_hour
+    if options.on == "tpu-vm" and price:
+        launch.append(f"--dollars-per-chip-hour={price}")
+    engine = scheduler.Engine(options.on, launch, options.jobs)
+    folders = scheduler.Runs(options.runs)
+    _check_launches(engine, [scheduler.PointRun(p, folders, data) for p in selected.points])
     if options.dry_run:
-        print(run.dry_run(selected, runs.absolute(), engine))
+        costs = cost.of_options(engine.options_of("pretrain"), _config_of, price)
+        print(run.dry_run(selected, options.runs, engine, costs))
         return None
     if choices:
         grid_files.write(selected.path.parent, options.command, choices)
-    return run.run(selected, runs, engine, resubmit=options.resubmit)
+    return run.run(selected, options.runs, engine, resubmit=options.resubmit)
+
+
+def _check_launches(engine: Any, point_runs: list) -> None:
+    """Check the commands of the points that run on other machines before any of these is requested."""
+    from bert_jax.cli import parse
+    from bert_jax.cli.machines import make_plan
+    from bert_jax.tools.launch.engines.base import python_command
+
+    by_name = {point_run.point.name: point_run for point_run in point_runs}
+    for point_run in point_runs:
+        if engine.is_launched(point_run.point):
+            command = engine.command(point_run.point, by_name)
+            make_plan(parse(command[len(python_command()) :]))
+
+
+def _config_of(point: Point) -> Any:
+    """Return the config of a point that trains, whose rows are names of points."""
+    from bert_jax.cli import parse
+
+    words = [part.name if isinstance(part, Point) else str(part) for part in point.command]
+    return load_config(parse([*words, FOLDER_OPTION[point.verb], "x"]))
 
 
 def _check(where: str, point: Point) -> None:

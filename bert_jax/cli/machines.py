@@ -11,7 +11,6 @@ from bert_jax.cli.common import (
     CONFIG,
     START,
     argument,
-    check_local,
     flag,
     load_config,
     number,
@@ -53,6 +52,7 @@ def _add_engine_options(sub: argparse.ArgumentParser) -> None:
     for name, text in (
         ("--nodes", "machines (slurm, sky)"),
         ("--gpus", "GPUs per machine, one process each (slurm)"),
+        ("--cpus", "CPUs per process, default 4 (slurm)"),
         ("--processes", "number of processes, default 2 (local)"),
         ("--devices", "CPU devices per process (local)"),
         ("--restarts", "maximum number of restarts (default 100; local: 0; not sky)"),
@@ -64,13 +64,19 @@ def _add_engine_options(sub: argparse.ArgumentParser) -> None:
         ("--extra", "ARG", "passed to gcloud, sbatch or sky"),
     ):
         engine.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated")
+    engine.add_argument(
+        "--dollars-per-chip-hour",
+        type=float,
+        metavar="X",
+        help="print what the slice costs while it waits (tpu-vm)",
+    )
     engine.add_argument("--spot", action="store_true", help="use preemptible machines")
     engine.add_argument("--keep", action="store_true", help="do not delete the slice (tpu-vm)")
     sub.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
 
 @verb(
-    option("job", "status|logs|stop NAME", "show, follow or stop a job", nargs="*"),
+    option("job", "status|logs|stop|delete NAME", "show, follow or stop a job", nargs="*"),
     argument("--on", choices=("tpu-vm", "gke", "slurm", "sky", "local"), help="engine"),
     flag("--dry-run", "print the commands as a script"),
     flag("--detach", "follow the run in the background (tpu-vm, local)"),
@@ -89,17 +95,15 @@ def _launch(options) -> int | None:
 
     Options of another engine are errors. Engines restart the command after exit status 75.
     """
-    from bert_jax.tools.launch import jobs, plan, request
+    from bert_jax.tools.launch import jobs, plan
 
     if options.job:
         return _job(options)
     if not options.on:
-        raise UserError("give --on ENGINE and a command after --, or status, logs or stop NAME")
-    job = _launched(options)
-    engine_options = {
-        key: value for key, value in vars(options).items() if key in options.engine_options
-    }
-    made = request.make_plan(options.on, job, engine_options)
+        raise UserError(
+            "give --on ENGINE and a command after --, or status, logs, stop or delete NAME"
+        )
+    job, made = make_plan(options)
     if options.dry_run:
         print(plan.script(made))
         return None
@@ -109,14 +113,30 @@ def _launch(options) -> int | None:
     return jobs.start(options.on, job.name, made)
 
 
+def make_plan(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the job of a parsed `launch` and its plan, both checked."""
+    from bert_jax.tools.launch import request
+
+    job = _launched(options)
+    engine_options = {
+        key: value for key, value in vars(options).items() if key in options.engine_options
+    }
+    return job, request.make_plan(options.on, job, engine_options)
+
+
 def _job(options) -> int:
     from bert_jax.tools.launch import jobs
 
-    calls = {"status": jobs.show_status, "logs": jobs.show_logs, "stop": jobs.stop}
+    calls = {
+        "status": jobs.show_status,
+        "logs": jobs.show_logs,
+        "stop": jobs.stop,
+        "delete": jobs.delete,
+    }
     what, *names = options.job
     if what not in calls or len(names) != 1:
         text = " ".join(options.job)
-        raise UserError(f"{text}: give status, logs or stop NAME, or a command after --")
+        raise UserError(f"{text}: give status, logs, stop or delete NAME, or a command after --")
     others = ("on", "command", "dry_run", "detach", "name", "env")
     if any(getattr(options, other) for other in others) or any(
         hasattr(options, name) for name in options.engine_options
@@ -150,8 +170,6 @@ def _launched(options) -> Any:
         paths += [value for key, value in flatten(config).items() if _CONFIG_PATHS.fullmatch(key)]
         (value,) = (a[9:] for a in launched.config if a.startswith("--config="))
         file = value.partition(":")[0] if flags.is_path(value) else ""
-    if launched.verb == "sweep":
-        check_local(launched)
     folder, name = getattr(launched, folder_option), options.name
     if name is None:
         name = request.job_name(folder.rstrip("/").rpartition("/")[2])
@@ -193,9 +211,9 @@ def _preflight(options) -> int:
         raise UserError(f"--dollars-per-chip-hour {options.dollars_per_chip_hour}: must be above 0")
 
     from bert_jax.runtime import device
+    from bert_jax.runtime.topology import parse_topology
     from bert_jax.tools.preflight.estimate import preflight
     from bert_jax.tools.preflight.report import format_report
-    from bert_jax.tools.preflight.topology import parse_topology
 
     topologies = [parse_topology(text) for text in options.topology]
     if options.before and (options.json or not options.explain):

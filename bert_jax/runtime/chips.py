@@ -52,7 +52,7 @@ class Chip(NamedTuple):
     # gcloud's accelerator type, and the version of the VM's software.
     tpu_vm: tuple[str, str] | None = None
     gke: str = ""  # value of the label `gke-tpu-accelerator` of GKE's nodes
-    most_on_vm: int = 4  # number of chips of a slice that has one VM; VMs of other slices have four
+    most_on_vm: int = 4  # number of chips of a slice that has one VM
 
     @property
     def is_tpu(self) -> bool:
@@ -66,6 +66,7 @@ class Chip(NamedTuple):
 
 
 GPUS_A_NODE = 8
+CHIPS_PER_VM = 4  # of a TPU slice of several VMs
 # Maximum length of an axis of a TPU slice with two axes. Such an axis is a ring.
 LONGEST_AXIS = 16
 # Of chips on which BERT was not measured.

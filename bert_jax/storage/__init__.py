@@ -31,10 +31,12 @@ from bert_jax.storage.objects import (
     delete,
     download,
     errors_of,
+    glob,
     is_file,
     is_remote,
     listing,
     move,
+    path,
     read,
     read_ranges,
     upload,
@@ -42,8 +44,8 @@ from bert_jax.storage.objects import (
 )
 
 __all__ = [
-    "Lease", "Stat", "cache_folder", "check", "create", "delete", "download", "errors_of", "find", "is_file",
+    "Lease", "Stat", "cache_folder", "check", "create", "delete", "download", "errors_of", "find", "glob", "is_file",
     "is_remote", "listing", "local", "make_room", "mirrored", "mirrors", "move", "open_file", "output",
-    "pull", "push", "read", "read_ranges", "remote", "stat", "upload", "with_local_inputs",
+    "path", "pull", "push", "read", "read_ranges", "remote", "stat", "upload", "with_local_inputs",
     "with_uploaded_output", "write",
 ]  # fmt: skip

@@ -71,6 +71,13 @@ def is_remote(path: object) -> bool:
     return str(path).startswith(tuple(f"{scheme}://" for scheme in _SCHEMES))
 
 
+def path(text: str) -> Any:
+    """Return a path, of which `/` makes longer ones; a URL is not opened."""
+    from etils import epath
+
+    return epath.Path(text) if is_remote(text) else pathlib.Path(text)
+
+
 def check(arguments: Iterable[str]) -> None:
     """Check that the URLs among paths (alone, or as `--option=PATH` or `KIND:PATH`) can be used."""
     for argument in arguments:
@@ -265,7 +272,8 @@ def info(url: str) -> dict[str, Any]:
 def glob(pattern: str) -> list[str]:
     """Return the URLs of the objects and folders that match a pattern."""
     scheme = pattern.partition("://")[0]
-    names = _request("glob", pattern, pattern.partition("://")[2])
+    with errors_of(f"cannot list {pattern}"):
+        names = _request("glob", pattern, pattern.partition("://")[2])
     return [f"{scheme}://{name}" for name in names]
 
 

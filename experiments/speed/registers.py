@@ -25,8 +25,8 @@ def compile_step(tokens: int, rows: int, folder: str) -> None:
     )
     from bert_jax.config.flags import load
     from bert_jax.runtime import device
+    from bert_jax.runtime.topology import parse_topology
     from bert_jax.tools.preflight import estimate
-    from bert_jax.tools.preflight.topology import parse_topology
 
     device.start("cpu", cache=False)
     model = (f"--config.model.{setting}" for setting in SETTINGS)

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from bert_jax.tools.launch import engines, request
+from bert_jax.tools.launch import request
+from bert_jax.tools.launch.engines import ENGINES, base
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 COMMAND = "pretrain --config configs/pretrain.py:mini,128 --rows /shared/rows --workdir".split()
@@ -18,7 +19,7 @@ OPTIONS = {
     "sky": {"accelerator": "H100:8"},
     "local": {},
 }
-ON = pytest.mark.parametrize("on", engines.ENGINES)
+ON = pytest.mark.parametrize("on", ENGINES)
 PREPARE = "prepare --vocab gs://b/vocab gs://b/text/* --out".split()
 FINETUNE = "finetune --config configs/glue.py:rte --init gs://b/base --workdir".split()
 
@@ -30,7 +31,7 @@ def flags(on):
 def plan(on, *arguments, workdir="/shared/runs/one", name="one", env=(), command=(), **options):
     command = [*(command or COMMAND), workdir, *arguments]
     environment = request.parse_environment(env)
-    job = engines.Job(command, name, workdir, environment, "configs/pretrain.py")
+    job = base.Job(command, name, workdir, environment, "configs/pretrain.py")
     return request.make_plan(on, job, {**OPTIONS[on], **options})
 
 
@@ -48,7 +49,7 @@ def make_checkout(tmp_path_factory):
 
 def enter_checkout(checkout, monkeypatch, tmp_path):
     """Launch from the checkout, with job records in a temporary folder."""
-    monkeypatch.setattr(engines, "CHECKOUT", checkout)
+    monkeypatch.setattr(base, "CHECKOUT", checkout)
     monkeypatch.setenv("BERT_JAX_LAUNCH", str(tmp_path / "jobs"))
     monkeypatch.chdir(checkout)
     # Only /tmp counts as a temporary folder here, whatever TMPDIR is.

@@ -182,3 +182,81 @@ def _at_exit(function, *arguments, **options):
     """Replace `atexit.register`, whose functions a child of multiprocessing does not call."""
     Finalize(None, function, arguments, options, exitpriority=0)
     return function
+
+
+# Hands its arguments, environment and output to `Program`, and ends as the command that this starts.
+_CLIENT = """#!/bin/bash
+run=$(mktemp -d {folder}/run.XXXXXX)
+printf '%s\\0' "$@" > "$run/arguments"
+env -0 > "$run/environment"
+pwd > "$run/folder"
+trap 'touch "$run/stop"' TERM INT
+echo $$ > "$run/pid.new" && mv "$run/pid.new" "$run/pid"
+until [ -e "$run/status" ]; do sleep 0.02; done
+exit "$(cat "$run/status")"
+"""
+
+
+class Program:
+    """An executable that stands for `bert-jax`, and for `python -m bert_jax`, and starts quickly.
+
+    SIGTERM and SIGINT reach the command; if the executable is killed, so is the command.
+
+    Args:
+        folder: new folder.
+        code: Python code that runs the command.
+
+    Attributes:
+        path: path of the executable.
+    """
+
+    def __init__(self, folder, code):
+        folder.mkdir()
+        self.path, self._folder, self._code, self._runs = folder / "bert-jax", folder, code, {}
+        self.path.write_text(_CLIENT.format(folder=folder))
+        self.path.chmod(0o755)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self):
+        """Kill the commands that run."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _serve(self):
+        while not self._is_closed.wait(0.02):
+            for mark in self._folder.glob("run.*/pid"):
+                if mark.parent not in self._runs:
+                    self._runs[mark.parent] = self._start(mark.parent, int(mark.read_text()))
+            for run, (process, client) in self._runs.items():
+                if process.exitcode is not None and not (run / "status").exists():
+                    status = process.exitcode
+                    (run / "status.new").write_text(str(status if status >= 0 else 128 - status))
+                    (run / "status.new").rename(run / "status")
+                elif (run / "stop").exists() and process.exitcode is None:
+                    (run / "stop").unlink()
+                    process.terminate()
+                elif process.exitcode is None and not psutil.pid_exists(client):
+                    process.kill()
+        for process, _ in self._runs.values():
+            process.kill()
+
+    def _start(self, run, client):
+        arguments = (run / "arguments").read_text().split("\0")[:-1]
+        if arguments[:2] == ["-m", "bert_jax"]:
+            del arguments[:2]
+        variables = (run / "environment").read_text().split("\0")[:-1]
+        environment = dict(variable.split("=", 1) for variable in variables)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        outputs = [os.open(f"/proc/{client}/fd/{i}", os.O_WRONLY | os.O_APPEND) for i in (1, 2)]
+        folder = (run / "folder").read_text().strip()
+        process = context.Process(
+            target=_Child("-c", [self._code, *arguments], environment, folder),
+            args=[_Pipe(each) for each in outputs],
+        )
+        process.start()
+        for each in outputs:
+            os.close(each)
+        return process, client

@@ -5,7 +5,6 @@ import datetime
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import time
@@ -14,17 +13,19 @@ from typing import Any
 
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, InUse, UserError
 from bert_jax.storage import files
-from bert_jax.tools.launch.engines import SUBMITTED, python_command, state_folder
+from bert_jax.tools.launch.engines import ENGINES, SUBMITTED
+from bert_jax.tools.launch.engines.base import State, python_command, state_folder
 from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, run, say
 
-_FILE, _LOG = "job.json", "log"
+# The record of a job, its output, and a mark that its user has stopped it.
+_FILE, _LOG, _STOPPED = "job.json", "log", "stopped"
 
 
 def start(on: str, name: str, plan: Plan) -> int:
     """Execute a plan and return the exit status, as `plan.run`; `status` and others then know the job."""
     folder = state_folder(name)
     with _job_lock(folder, name):
-        _check_name(folder, name, plan)
+        _check_name(on, folder, name, plan)
         log = folder / _LOG
         if log.exists() and not os.path.samestat(log.stat(), os.fstat(1)):
             log.unlink()  # of an earlier launcher
@@ -32,9 +33,10 @@ def start(on: str, name: str, plan: Plan) -> int:
             "on": on,
             "began": datetime.datetime.now().isoformat(" ", "seconds"),
             "launcher": os.getpid(),
-            **{key: getattr(plan, key) for key in ("folder", "status", "logs", "stop")},
+            **{key: getattr(plan, key) for key in ("folder", "query", "logs", "stop", "delete")},
         }
         files.write_json(folder / _FILE, job)
+        (folder / _STOPPED).unlink(missing_ok=True)
         status = EXIT_USER_ERROR
         try:
             status = run(plan)
@@ -60,14 +62,12 @@ def _job_lock(folder: pathlib.Path, name: str) -> Iterator[None]:
         ) from None
 
 
-def _check_name(folder: pathlib.Path, name: str, plan: Plan) -> None:
+def _check_name(on: str, folder: pathlib.Path, name: str, plan: Plan) -> None:
     """Check that no active job of this name writes to another folder: `stop` would end both."""
-    if not plan.active or not (folder / _FILE).exists():
+    if on not in SUBMITTED or not (folder / _FILE).exists():
         return
     other = json.loads((folder / _FILE).read_text()).get("folder")
-    if other == plan.folder or not shutil.which(plan.active[0]):
-        return
-    if subprocess.run(plan.active, capture_output=True, check=False).stdout.strip():
+    if other != plan.folder and ask(name).kind in ("waiting", "running"):
         raise UserError(
             f"a job {name} that writes to {other} is queued or running: choose another --name, or "
             f"stop it with `bert-jax launch stop {name}`"
@@ -121,8 +121,21 @@ def _is_running(folder: pathlib.Path) -> bool:
         return True
 
 
+def ask(name: str) -> State:
+    """Return the state of a job: what its engine says, or, of a local one, what its launcher recorded."""
+    folder, job = _read(name)
+    if was_stopped(name):
+        return State("stopped")
+    if job["on"] != "local":
+        return ENGINES[job["on"]].ask(name, job["query"])
+    if _is_running(folder):
+        return State("running")
+    status = job.get("ended")
+    return State("lost" if status is None else "failed" if status else "done", status)
+
+
 def show_status(name: str) -> int:
-    """Print what is known of a job, and return the exit status of the engine's command."""
+    """Print what is known of a job; return 0, or 1 if its engine does not answer."""
     folder, job = _read(name)
     if _is_running(folder):
         launcher = f"launcher running (pid {job['launcher']})"
@@ -133,7 +146,10 @@ def show_status(name: str) -> int:
     else:
         launcher = f"launcher ended with status {job['ended']}"
     print(f"{name}: on {job['on']} since {job['began']}, {launcher}", flush=True)
-    return _call(job["status"]) if job["status"] else 0
+    state = ask(name)
+    status = f" with exit status {state.status}" if state.status else ""
+    print("\n".join(filter(None, [f"{name}: {state.kind}{status}", state.text])), flush=True)
+    return int(state.kind == "unknown")
 
 
 def show_logs(name: str) -> int:
@@ -143,7 +159,10 @@ def show_logs(name: str) -> int:
     # The launcher's log has the run's output too, until the launcher is killed and the run goes on.
     is_complete = _is_running(folder) or job.get("ended", EXIT_INTERRUPTED) != EXIT_INTERRUPTED
     if job["logs"] and not (has_log and is_complete):
-        return _call(job["logs"])
+        status = _call(job["logs"])
+        if status:  # the job may have ended
+            print(ask(name).text)
+        return status
     if not has_log:
         raise UserError(f"the output of {name} is in the terminal that launched it")
     with (
@@ -162,6 +181,7 @@ def show_logs(name: str) -> int:
 def stop(name: str) -> int:
     """Stop a job: its state is saved first, wherever the engine allows it."""
     folder, job = _read(name)
+    (folder / _STOPPED).touch()
     if _is_running(folder):
         os.kill(job["launcher"], signal.SIGTERM)
         say(f"waiting for the launcher (pid {job['launcher']})")
@@ -172,6 +192,30 @@ def stop(name: str) -> int:
             time.sleep(0.2)
     # A slice that cannot be reached must be deleted all the same.
     return max([_call(command) for command in job["stop"]], default=0)
+
+
+def was_stopped(name: str) -> bool:
+    """Whether the user has stopped a job since it was last started."""
+    return (state_folder(name) / _STOPPED).exists()
+
+
+def has_machines(name: str) -> bool:
+    """Whether a job of this name may have left machines that cost money."""
+    path = state_folder(name) / _FILE
+    return path.exists() and bool(json.loads(path.read_text()).get("delete"))
+
+
+def delete(name: str) -> int:
+    """Delete the machines of a job that has ended, or was launched with --keep."""
+    folder, job = _read(name)
+    if _is_running(folder):
+        raise UserError(f"a launcher of {name} is running: run `bert-jax launch stop {name}` first")
+    if not job.get("delete"):
+        raise UserError(f"{name}: --on {job['on']} deletes its machines itself")
+    status = _call(job["delete"])
+    if not status:
+        files.write_json(folder / _FILE, job | {"delete": ()})
+    return status
 
 
 def _call(command: Sequence[str]) -> int:

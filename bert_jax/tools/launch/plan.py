@@ -12,13 +12,17 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bert_jax.errors import EXIT_INTERRUPTED, UserError
+from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, UserError
 from bert_jax.storage import files
 
 # Time that a run has to save its state between SIGTERM and SIGKILL.
 STOP_SECONDS = 180.0
 
 KILLED = range(129, 256)
+# An attempt fails early if it does not reach the run, or the run ends within this time. The wait after it
+# is twice that after the one before; after several in a row the launcher gives up.
+_EARLY_SECONDS, _MAX_EARLY_FAILURES = 60.0, 6
+_MAX_WAIT_SECONDS = 600.0
 # Exit status of a command of `setup`: the machines run another command, so they must not be deleted.
 EXIT_BUSY = 3
 
@@ -52,30 +56,34 @@ class Plan(NamedTuple):
         files: content by absolute path, written first.
         setup: idempotent commands before every run; the first creates the machines.
         processes: parallel processes of a run; empty if `setup` submits a job.
+        confirm: command that prints 0 first if the run has ended well, as an exit status of 0 may also mean
+            that there was no machine; () if the exit status is reliable.
         teardown: commands after the last run, also after one that could not start; they delete the machines.
         retry_statuses: exit statuses after which the run is repeated.
         restarts: maximum number of repetitions.
-        status: command that shows the state of the job; () if only this process knows it.
+        query: what the engine's `ask` needs besides the name.
         logs: command that follows its output; () if it is that of this process.
         stop: commands that stop the job after this process has ended.
-        active: command that prints something while a job of this name is queued or runs; () if
-            there is none.
+        delete: command that deletes the machines; () if the engine does so.
+        name: name of the job.
         folder: folder that the job writes to.
-        cost_warning: printed at the end, if machines may remain that cost money.
+        dollars_per_hour: price of the machines; 0 if it is unknown.
     """
 
     files: dict[str, str] = {}  # noqa: RUF012
     setup: Sequence[Sequence[str]] = ()
     processes: Sequence[Process] = ()
+    confirm: Sequence[str] = ()
     teardown: Sequence[Sequence[str]] = ()
     retry_statuses: frozenset[int] = frozenset()
     restarts: int = 0
-    status: Sequence[str] = ()
+    query: Sequence[str] = ()
     logs: Sequence[str] = ()
     stop: Sequence[Sequence[str]] = ()
-    active: Sequence[str] = ()
+    delete: Sequence[str] = ()
+    name: str = ""
     folder: str = ""
-    cost_warning: str = ""
+    dollars_per_hour: float = 0.0
 
 
 def script(plan: Plan) -> str:
@@ -100,7 +108,8 @@ def script(plan: Plan) -> str:
 def run(plan: Plan) -> int:
     """Execute a plan and return the exit status of its last run; 0 for a submitted job.
 
-    SIGINT and SIGTERM end it. Machines then remain, because the run on them continues.
+    SIGINT and SIGTERM end it. Machines then remain, because the run on them continues. After early
+    failures it waits before the next attempt, first for $BERT_JAX_LAUNCH_WAIT_SECONDS (default 10).
     """
     for command in [*plan.setup, *(process.command for process in plan.processes)]:
         program = "gcloud" if command[0] == "bash" else command[0]  # a script that calls it
@@ -112,32 +121,66 @@ def run(plan: Plan) -> int:
             files.write(path, content)
 
     status, interrupted, errors = 0, False, []
-    teardown = plan.teardown
+    restarts = early_failures = 0
+    teardown, first_wait = plan.teardown, first_wait_seconds()
+    price = (
+        f"the machines cost ${plan.dollars_per_hour:,.2f} an hour" if plan.dollars_per_hour else ""
+    )
     with signals() as received:  # between commands, which `run_processes` forwards signals to
-        for restart in range(plan.restarts + 1):
+        while True:
             command, status, interrupted = _first_failure(plan.setup)
+            start_time = time.monotonic()
             if status and status not in plan.retry_statuses and not interrupted:
                 errors.append(f"{shlex.join(command)} exited with status {status}")
                 if status == EXIT_BUSY or command == plan.setup[0]:
                     teardown = ()
             elif not status and not interrupted:
                 status, interrupted = run_processes(plan.processes)
+                if not status and not interrupted and not _is_confirmed(plan.confirm):
+                    status = EXIT_NEGATIVE
             interrupted = interrupted or bool(received)
-            if interrupted or status not in plan.retry_statuses:
+            if interrupted or status not in plan.retry_statuses or restarts == plan.restarts:
                 break
-            if restart < plan.restarts:
-                say(f"exit status {status}: restarting ({restart + 1} of {plan.restarts})")
+            is_early = time.monotonic() - start_time < _EARLY_SECONDS
+            early_failures = early_failures + 1 if is_early else 0
+            if early_failures == _MAX_EARLY_FAILURES:
+                errors.append(
+                    f"{early_failures} times in a row the run was not reached or ended within a minute "
+                    f"(exit status {status})"
+                )
+                break
+            restarts += 1
+            wait = min(first_wait * 2 ** (early_failures - 1), _MAX_WAIT_SECONDS) * is_early
+            text = f"exit status {status}: restarting in {wait:g} s ({restarts} of {plan.restarts})"
+            say("; ".join(filter(None, [text, price])))
+            end_time = time.monotonic() + wait
+            while time.monotonic() < end_time and not received:
+                time.sleep(0.05)
         if interrupted and plan.stop and (status or plan.processes):  # the run is on other machines
             say("a run that has started continues; the same command follows it again")
             status, teardown = EXIT_INTERRUPTED, ()
         command, failure, _ = _first_failure(teardown)
     if failure:
         errors.append(f"{shlex.join(command)} exited with status {failure}: run it again")
-    if plan.cost_warning and not teardown:
-        say(plan.cost_warning)
+    if plan.delete and not teardown:
+        verb = "stop" if plan.delete in plan.stop else "delete"
+        price = price or "the machines cost money while they exist"
+        say(f"{price}; to delete them: bert-jax launch {verb} {plan.name}")
     if errors:
         raise UserError("; ".join(errors))
     return status
+
+
+def _is_confirmed(command: Sequence[str]) -> bool:
+    if not command:
+        return True
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.split("\n")[0].strip() == "0"
+
+
+def first_wait_seconds() -> float:
+    """Return the time before a second attempt; that before each further one is twice as long."""
+    return float(os.environ.get("BERT_JAX_LAUNCH_WAIT_SECONDS", 10))
 
 
 def run_processes(

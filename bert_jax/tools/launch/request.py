@@ -12,8 +12,8 @@ from typing import Any
 
 from bert_jax import storage
 from bert_jax.errors import UserError
-from bert_jax.tools.launch import engines
-from bert_jax.tools.launch.engines import ENGINES, REMOTE, Job
+from bert_jax.tools.launch.engines import ENGINES, REMOTE, base
+from bert_jax.tools.launch.engines.base import Job
 from bert_jax.tools.launch.plan import Plan
 
 # Tokens of clouds and hubs. Arguments are logged, and visible to every user of a machine.
@@ -36,7 +36,7 @@ def parse_environment(parts: Sequence[str]) -> dict[str, str]:
 
 def make_plan(on: str, job: Job, options: dict[str, Any]) -> Plan:
     """Check a job and return the plan of an engine, a key of `ENGINES` with its keyword arguments."""
-    engine = ENGINES[on]
+    engine = ENGINES[on].plan
     parameters = {
         key: parameter
         for key, parameter in inspect.signature(engine).parameters.items()
@@ -57,11 +57,6 @@ def make_plan(on: str, job: Job, options: dict[str, Any]) -> Plan:
             raise UserError(f"--{key} {value}: it must be {minimum} to 100,000")
     for part in job.command:
         _check_value("an argument after --", part)
-    needs_checkout = on != "local" and (on == "slurm" or not options.get("image"))
-    if needs_checkout and not (engines.SCRIPTS / "slurm.sh").exists():
-        raise UserError(
-            f"{engines.SCRIPTS} does not exist: run from a checkout, installed by pip install -e"
-        )
     if on in REMOTE:
         _check_remote(on, job)
     if on == "tpu-vm":
@@ -72,7 +67,7 @@ def make_plan(on: str, job: Job, options: dict[str, Any]) -> Plan:
             "letter"
         )
     folder = job.folder if storage.is_remote(job.folder) else os.path.abspath(job.folder)
-    return engine(job, **options)._replace(folder=folder)
+    return engine(job, **options)._replace(name=job.name, folder=folder)
 
 
 def _flag(key: str) -> str:
@@ -99,10 +94,14 @@ def _check_remote(on: str, job: Job) -> None:
             f"`bert-jax sweep --on {on}`, which launches each training run"
         )
     config = job.config
-    if config and (os.path.isabs(config) or not (engines.CHECKOUT / config).exists()):
+    if config and not base.has_checkout():
         raise UserError(
-            f"--config {config}: workers run in a copy of {engines.CHECKOUT}; give a path relative "
-            "to it"
+            f"--config {config}: this file is on this machine only: give the name of a config and its "
+            "settings, or launch from a checkout that has it"
+        )
+    if config and (os.path.isabs(config) or not (base.CHECKOUT / config).exists()):
+        raise UserError(
+            f"--config {config}: workers run in a copy of {base.CHECKOUT}; give a path relative to it"
         )
     if _is_here(job.folder):
         raise UserError(
@@ -125,7 +124,7 @@ def _is_here(path: str) -> bool:
     if storage.is_remote(path):
         return False
     posix_path = pathlib.PurePosixPath(path)
-    folders = (pathlib.Path.home(), pathlib.Path(tempfile.gettempdir()), engines.CHECKOUT)
+    folders = (pathlib.Path.home(), pathlib.Path(tempfile.gettempdir()), base.CHECKOUT)
     return not posix_path.is_absolute() or any(posix_path.is_relative_to(f) for f in folders)
 
 
@@ -136,15 +135,17 @@ def _check_tpu_vm(job: Job) -> None:
             "--on tpu-vm starts a process on every machine, and prepare runs in one: use --on sky, "
             "gke or slurm"
         )
+    if not base.has_checkout():
+        return  # they receive a wheel
     result = _git("status", "--porcelain", "--untracked-files=no")
     if result.returncode:
         raise UserError(
-            f"{engines.CHECKOUT} is not a git checkout: --on tpu-vm sends the workers a commit"
+            f"{base.CHECKOUT} is not a git checkout: --on tpu-vm sends the workers a commit"
         )
     if result.stdout:
         changed = result.stdout.split("\n")[0][3:]
         raise UserError(
-            f"{engines.CHECKOUT} has uncommitted changes ({changed}, …), and workers receive the "
+            f"{base.CHECKOUT} has uncommitted changes ({changed}, …), and workers receive the "
             "commit: commit or stash them"
         )
     if job.config and _git("ls-files", "--error-unmatch", job.config).returncode:
@@ -155,7 +156,7 @@ def _check_tpu_vm(job: Job) -> None:
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["git", "-C", str(engines.CHECKOUT), *arguments]
+    command = ["git", "-C", str(base.CHECKOUT), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

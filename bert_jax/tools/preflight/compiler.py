@@ -22,9 +22,9 @@ from bert_jax.objectives.base import Phase
 from bert_jax.runtime import device
 from bert_jax.runtime.chips import GPUS_A_NODE, Gpu
 from bert_jax.runtime.progress import Progress
+from bert_jax.runtime.topology import Topology
 from bert_jax.tools.preflight import hlo
 from bert_jax.tools.preflight.formulas import StepCost
-from bert_jax.tools.preflight.topology import Topology
 from bert_jax.training.state import State
 from bert_jax.training.step import compile_step
 

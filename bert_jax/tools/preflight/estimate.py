@@ -14,10 +14,11 @@ from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
 from bert_jax.runtime.chips import ASSUMED_UTILIZATION, Chip, speed
+from bert_jax.runtime.topology import Topology
 from bert_jax.tools.preflight.compiler import abstract_devices, compiled_cost, has_cudnn
 from bert_jax.tools.preflight.formulas import StepCost, formula_cost, would_fit
 from bert_jax.tools.preflight.kernels import by_source, expected_seconds
-from bert_jax.tools.preflight.topology import Location, Topology, locations, network_seconds
+from bert_jax.tools.preflight.network import Location, locations, network_seconds
 from bert_jax.training.state import initial_state
 
 
@@ -26,10 +27,11 @@ def preflight(
     topology: Topology,
     sequences: int = 1,
     dollars_per_chip_hour: float | None = None,
+    compiles: bool = True,
 ) -> dict[str, Any]:
     """Estimate what a run needs on a topology; its rows need not exist.
 
-    `sequences` is S of phases that name no rows.
+    `sequences` is S of phases that name no rows. Without `compiles` all is estimated by formula.
 
     Returns:
         Plain values for JSON, which `format_report` formats. Sizes are in bytes per device and times in
@@ -47,7 +49,8 @@ def preflight(
     def implementation(tokens: int) -> str:
         return attention.choose(config, platform, sizes[-1], tokens).implementation
 
-    mesh, devices = jax.sharding.AbstractMesh(sizes, sharding.AXES), abstract_devices(topology)
+    mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
+    devices = abstract_devices(topology) if compiles else []
 
     def traced(tokens: int) -> str:
         # Without JAX's plugin, or cuDNN, kernels for GPUs cannot be traced.

@@ -17,8 +17,8 @@ from bert_jax.objectives.base import Phase
 from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
+from bert_jax.runtime.topology import Topology
 from bert_jax.tools.preflight.hlo import Collective, Kernel
-from bert_jax.tools.preflight.topology import Topology
 from bert_jax.training.state import State
 
 

@@ -12,13 +12,14 @@ from bert_jax.training.summary import duration
 _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip
 
 
-def note_of(point_run: PointRun, now: float) -> dict[str, str]:
-    """Return what to show of a running point: step, loss, time left."""
-    runs = sorted(point_run.out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    folder = runs[-1].parent if runs else point_run.out
+def note_of(point_run: PointRun, now: float, note: str) -> dict[str, str]:
+    """Return what to show of a running point: step, loss, time left; `note` without these."""
+    out = point_run.files
+    runs = sorted(out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    folder = runs[-1].parent if runs else out
     lines = workdir.read_steps(folder / "metrics.jsonl")
     if not lines or not (folder / "config.json").exists():
-        return {"note": point_run.last_log_line()[-60:]}
+        return {"note": note[-60:]}
     line = lines[-1]
     steps = json.loads((folder / "config.json").read_text())["config"]["steps"]
     starts = folder / "starts.jsonl"
@@ -90,7 +91,9 @@ class Display:
         # Finished points come last: a small terminal shows only the first lines.
         for name in sorted(states, key=lambda name: states[name] == "done"):
             running = states[name] == "running"
-            note = note_of(self._scheduler.point_runs[name], now) if running else {}
+            note = {}
+            if running:
+                note = note_of(self._scheduler.point_runs[name], now, self._scheduler.note(name))
             if states[name] == "failed":
                 note = {"note": self._scheduler.point_runs[name].last_log_line()[-80:]}
             state = Text(states[name], _STYLES.get(states[name], "dim"))

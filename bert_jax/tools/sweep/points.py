@@ -32,13 +32,13 @@ class SweepArgs(NamedTuple):
 
     Attributes:
         scale: one of `SCALES`: the data and sizes of the paper, or what takes a laptop an hour.
-        data: folder of texts and tasks.
+        data: folder of texts and tasks; its `/` also joins paths on object storage.
         init: checkpoint to fine-tune, for sweeps that start from one.
         seeds: number of seeds; 0 takes the sweep's default.
     """
 
     scale: str = "small"
-    data: pathlib.Path = pathlib.Path()
+    data: Any = pathlib.Path()
     init: str = ""
     seeds: int = 0
 
@@ -171,7 +171,7 @@ def module_of(path: pathlib.Path) -> Any:
     return module
 
 
-def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Point]:
+def ordered(where: Any, yielded: Iterable[Point], data: Any) -> list[Point]:
     """Return points and their dependencies, each once and after what it depends on."""
     points: dict[str, Point] = {}
     names: dict[Any, str] = {}

@@ -21,7 +21,6 @@ from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.errors import UserError
 from bert_jax.runs import workdir
 from bert_jax.storage import files
-from bert_jax.tools.launch.engines import SUBMITTED
 from bert_jax.tools.report import curves
 from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
 from bert_jax.tools.sweep.scheduler import LAUNCHED, PointRun
@@ -56,13 +55,14 @@ def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
         **workdir.versions(_VERSIONS),
     }
     if point.verb not in LAUNCHED:
-        path = point_run.out / "metrics.json"
-        metrics = json.loads(path.read_text()) if path.exists() else _of_rows(point_run.out)
+        path = point_run.files / "metrics.json"
+        metrics = json.loads(path.read_text()) if path.exists() else _of_rows(point_run.files)
         return [{**common, "metrics": metrics, "commit": workdir.commit(), **last}]
-    runs = sorted(point_run.out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [point_run.out]
+    out = point_run.files
+    runs = sorted(out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [out]
     lines = [{**common, **last, **_of_run(run)} for run in runs]
-    if last_attempt.get("on") in SUBMITTED:
-        # Our own measurements cover only the submission; the rest is from the run's files.
+    if last_attempt.get("on", "local") != "local":
+        # Our own measurements are of this machine; the rest is from the run's files.
         steps = sum(line["step_seconds"] for line in lines)
         unknown = {"wall_seconds": round(steps, 1), "load": None, "cores": None, "processor": None}
         lines = [{**line, **unknown} for line in lines]
@@ -158,7 +158,7 @@ def _shell_command(point_run: PointRun, data: pathlib.Path) -> str:
 
 def _out(point_run: PointRun) -> str:
     """Return the path of a point's output with the default `--runs`."""
-    return f"{RUNS}/{point_run.folder.name}/{point_run.out.name}"
+    return f"{RUNS}/{point_run.folder.name}/{point_run.files.name}"
 
 
 def _curve(

@@ -1,8 +1,8 @@
 """Run or resume a sweep."""
 
 import contextlib
+import hashlib
 import os
-import pathlib
 import shlex
 import sys
 import time
@@ -10,10 +10,12 @@ import time
 from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.storage import files
 from bert_jax.tools.launch.plan import signals
+from bert_jax.tools.launch.request import job_name
+from bert_jax.tools.sweep.cost import Costs
 from bert_jax.tools.sweep.display import Display
 from bert_jax.tools.sweep.points import Sweep
 from bert_jax.tools.sweep.results import Results, lines_of
-from bert_jax.tools.sweep.scheduler import Engine, PointRun, Scheduler
+from bert_jax.tools.sweep.scheduler import Engine, PointRun, Runs, Scheduler
 
 _POLL_SECONDS = 0.2
 
@@ -23,15 +25,16 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine, *, resubmit: bool
 
     Args:
         sweep: the loaded sweep.
-        runs: folder of the points of all sweeps.
+        runs: folder of the points of all sweeps, which may be on object storage.
         engine: what runs the points.
         resubmit: submit jobs again that have not ended.
 
     Returns:
         The exit status: 0, 1 if a point failed, 75 if stopped by a signal.
     """
-    runs, args = pathlib.Path(runs).absolute(), sweep.args
+    folders, args = Runs(runs), sweep.args
     results = Results(sweep.path.parent)
+    key = hashlib.sha256(f"{sweep.path.absolute()} {runs}".encode()).hexdigest()[:6]
 
     def done(point_run: PointRun) -> None:
         try:
@@ -43,9 +46,10 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine, *, resubmit: bool
             ) from error
         results.add(lines)
 
-    with files.one_line_errors(f"cannot use the folder {runs}"):
-        runs.mkdir(parents=True, exist_ok=True)
-    scheduler = Scheduler(sweep.points, runs, args, engine, resubmit, done)
+    with files.one_line_errors(f"cannot use the folder {folders.folder}"):
+        folders.folder.mkdir(parents=True, exist_ok=True)
+    name = f"{job_name(sweep.path.absolute().parent.name, 28)}-{key}"
+    scheduler = Scheduler(sweep.points, folders, args, engine, resubmit, done, name)
     with contextlib.ExitStack() as stack:
         stack.callback(scheduler.stop)  # on any error, stop what was started
         received = stack.enter_context(signals())
@@ -63,9 +67,16 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine, *, resubmit: bool
     return _conclude(scheduler, bool(received))
 
 
-def dry_run(sweep: Sweep, runs: pathlib.Path, engine: Engine) -> str:
-    """Return a line per point: its command, or where its output is if it is done."""
-    point_runs = {point.name: PointRun(point, runs, sweep.args.data) for point in sweep.points}
+def dry_run(
+    sweep: Sweep, runs: str | os.PathLike, engine: Engine, costs: Costs | None = None
+) -> str:
+    """Return a line per point: its command, or where its output is if it is done; and the costs."""
+    folders = Runs(runs)
+    try:
+        folders.pull()
+    except UserError as error:  # a dry run needs no account
+        print(f"warning: points that are done are unknown: {error}", file=sys.stderr)
+    point_runs = {point.name: PointRun(point, folders, sweep.args.data) for point in sweep.points}
     lines, to_run = [], 0
     for name, point_run in point_runs.items():
         text = f"done, {point_run.folder}"
@@ -73,7 +84,10 @@ def dry_run(sweep: Sweep, runs: pathlib.Path, engine: Engine) -> str:
             to_run += 1
             text = shlex.join(engine.command(point_run.point, point_runs))
         lines.append(f"{name}: {text}")
-    return "\n".join([*lines, f"{len(lines)} points, {to_run} to run"])
+        if costs and not point_run.is_done:
+            lines += costs.lines(point_run.point)
+    lines.append(f"{len(point_runs)} points, {to_run} to run")
+    return "\n".join([*lines, *(costs.total(engine.jobs) if costs else [])])
 
 
 def _conclude(scheduler: Scheduler, interrupted: bool) -> int:
@@ -87,6 +101,12 @@ def _conclude(scheduler: Scheduler, interrupted: bool) -> int:
     if blocked:
         print(f"not run because a dependency failed: {', '.join(blocked)}", file=sys.stderr)
     print(f"{len(done)} of {len(state)} points done", file=sys.stderr)
+    if interrupted and scheduler.slices:
+        print(
+            f"slices that remain, run and cost money: {', '.join(scheduler.slices)}; for each, "
+            "`bert-jax launch stop NAME` stops the run and `bert-jax launch delete NAME` deletes it",
+            file=sys.stderr,
+        )
     if interrupted:
         print("stopped; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,6 +1,7 @@
 """Execution of points: folders, engines, and the order."""
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -18,31 +19,62 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from bert_jax import storage
 from bert_jax.config.schema import Config
 from bert_jax.data.workers import cores
-from bert_jax.errors import EXIT_INTERRUPTED, InUse
-from bert_jax.runs import workdir
+from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, InUse, UserError
+from bert_jax.runs import checkpoint, workdir
 from bert_jax.storage import files
-from bert_jax.tools.launch.engines import SUBMITTED, python_command
-from bert_jax.tools.launch.plan import KILLED, exit_status, signal_group
+from bert_jax.tools.launch import jobs
+from bert_jax.tools.launch.engines import SUBMITTED
+from bert_jax.tools.launch.engines.base import State, python_command
+from bert_jax.tools.launch.plan import KILLED, exit_status, first_wait_seconds, signal_group
 from bert_jax.tools.launch.request import job_name
-from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
+from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
 
 ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
 # Status of an attempt until its end is recorded, which a kill of the sweep can prevent.
 _STARTED = "started"
 # Verbs that engines other than "local" run; the rest runs on this machine.
 LAUNCHED = ("pretrain", "finetune")
-# Interval between queries of a queue; a job that is missing twice is gone.
-_QUERY_SECONDS = 60.0
-# Maximum number of restarts of a preempted run (exit status 75).
-_RESTARTS = 100
+# Maximum number of restarts of a preempted run (exit status 75), and of a job that was lost or failed for a
+# reason that may pass.
+_RESTARTS, _RETRIES = 100, 3
+# Exit statuses of a job that would fail again.
+_FINAL = (EXIT_NEGATIVE, EXIT_USER_ERROR)
+
+
+class Runs:
+    """The folders of the points of all sweeps.
+
+    Attributes:
+        folder: the folder on this machine. For a URL it is `runs/sweeps/gs/BUCKET/…`, which has the attempts,
+            the logs and the small files of the outputs.
+        url: the folder of the outputs on object storage; "" if they are in `folder`.
+    """
+
+    def __init__(self, where: str | os.PathLike):
+        self.url = str(where).rstrip("/") if storage.is_remote(where) else ""
+        local = pathlib.Path(RUNS, self.url.replace("://", "/")) if self.url else where
+        self.folder = pathlib.Path(local).absolute()
+
+    def pull(self) -> None:
+        """Fetch from object storage the attempts of points that another machine has completed."""
+        urls = storage.glob(f"{self.url}/*/{ATTEMPTS}") if self.url else []
+        paths = [self.folder.joinpath(*url.split("/")[-2:]) for url in urls]
+        new = [(url, path) for url, path in zip(urls, paths, strict=True) if not path.exists()]
+        storage.download([url for url, _ in new], [path for _, path in new])
 
 
 class PointRun:
-    """The folder of a point in `runs`, with its attempts, log and output."""
+    """The folder of a point, with its attempts, log and output.
 
-    def __init__(self, point: Point, runs: pathlib.Path, data: pathlib.Path):
+    Attributes:
+        out: path or URL of the output, for commands.
+        files: folder on this machine with the output, or with its small files after `fetch`.
+    """
+
+    def __init__(self, point: Point, runs: Runs, data: Any):
         self.point, self.digest = point, point.digest(data)
         self._runs, self._data = runs, data
         self._find()
@@ -52,15 +84,19 @@ class PointRun:
         return PointRun(point, self._runs, self._data)
 
     def _find(self) -> None:
-        existing = sorted(self._runs.glob(f"*-{self.digest}"))  # perhaps by another sweep's name
+        folder = self._runs.folder
+        existing = sorted(folder.glob(f"*-{self.digest}"))  # perhaps by another sweep's name
         name = re.sub(r"[^\w.-]+", ".", self.point.name)
-        self.folder = existing[0] if existing else self._runs / f"{name}-{self.digest}"
-        self.out, self.log = self.folder / OUT, self.folder / LOG
+        self.folder = existing[0] if existing else folder / f"{name}-{self.digest}"
+        self.files, self.log = self.folder / OUT, self.folder / LOG
+        self._url = f"{self._runs.url}/{self.folder.name}" if self._runs.url else ""
+        self.out = f"{self._url}/{OUT}" if self._url else str(self.files)
 
     def create_folder(self) -> None:
         """Create the folder, or use the one that another sweep has created since."""
-        message = f"cannot use the folder {self._runs}"
-        with files.one_line_errors(message), files.open_lock(self._runs / files.LOCK) as file:
+        runs = self._runs.folder
+        message = f"cannot use the folder {runs}"
+        with files.one_line_errors(message), files.open_lock(runs / files.LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self._find()
             self.folder.mkdir(exist_ok=True)
@@ -69,26 +105,60 @@ class PointRun:
         """Return all starts so far, each with its last status."""
         lines = workdir.read_lines(self.folder / ATTEMPTS)
         pairs = itertools.pairwise([*lines, {"status": _STARTED}])
-        return [a for a, b in pairs if a["status"] != _STARTED or b["status"] == _STARTED]
+        return [last for last, following in pairs if following["status"] == _STARTED]
 
     def add(self, **attempt: Any) -> None:
         """Record that an attempt has started, was submitted, or has ended."""
         with open(self.folder / ATTEMPTS, "a") as file:
             file.write(json.dumps(attempt) + "\n")
 
+    def fetch(self) -> None:
+        """Copy the small files of an output on object storage to `files`."""
+        if not self._url:
+            return
+        pattern = re.compile(r"(seed_\d+/)?[\w.-]+\.jsonl?")
+        names = [name for name in storage.listing(self.out) if pattern.fullmatch(name)]
+        storage.download([f"{self.out}/{n}" for n in names], [self.files / n for n in names])
+
+    def push(self) -> None:
+        """Upload, of a point that is done, the attempts and the output of a script."""
+        if not self._url:
+            return
+        if self.point.verb == "python":
+            paths = [path for path in self.files.rglob("*") if path.is_file()]
+            names = [path.relative_to(self.files).as_posix() for path in paths]
+            storage.upload(paths, [f"{self.out}/{name}" for name in names])
+        storage.upload([self.folder / ATTEMPTS], [f"{self._url}/{ATTEMPTS}"])
+
     @property
     def is_done(self) -> bool:
         """Whether the point is complete."""
-        attempts = self.attempts()
-        if any(attempt["status"] == 0 for attempt in attempts):
-            return True
-        return bool(attempts) and attempts[-1]["status"] is None and _has_ended(self.out)
+        return any(attempt["status"] == 0 for attempt in self.attempts())
 
     @property
-    def is_submitted(self) -> bool:
-        """Whether a job was submitted that is not known to have ended."""
-        attempts = self.attempts()
-        return bool(attempts) and attempts[-1]["status"] is None and not self.is_done
+    def last_attempt(self) -> dict[str, Any]:
+        """The last start; {} if there was none."""
+        return (self.attempts() or [{}])[-1]
+
+    @property
+    def job(self) -> str:
+        """The name of the job that may run: one for each attempt, as jobs that have ended keep theirs."""
+        ended = [
+            a for a in self.attempts() if a["status"] not in (None, _STARTED, EXIT_INTERRUPTED)
+        ]
+        number = f"-{len(ended) + 1}" if ended else ""
+        return f"{job_name(self.point.name, 24)}-{self.digest}{number}"
+
+    def has_ended(self) -> bool:
+        """Whether the output is that of a complete run."""
+        self.fetch()
+        if (self.files / "metrics.json").exists():
+            return True
+        if not (self.files / "config.json").exists():
+            return False
+        config = workdir.read_config(self.files)
+        steps = checkpoint.kept_steps(self.out)
+        return isinstance(config, Config) and max(steps, default=0) >= config.steps
 
     def last_log_line(self) -> str:
         """Return the last line of the log."""
@@ -99,23 +169,12 @@ class PointRun:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _has_ended(out: pathlib.Path) -> bool:
-    """Whether a workdir contains a complete run."""
-    if (out / "metrics.json").exists():
-        return True
-    if not (out / "config.json").exists():
-        return False
-    config = workdir.read_config(out)
-    steps = [int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
-    return isinstance(config, Config) and max(steps, default=0) >= config.steps
-
-
 class Engine(NamedTuple):
     """What runs the points.
 
     Attributes:
         on: "local", or an engine of `launch`.
-        options: arguments of `bert-jax launch`.
+        options: arguments of `bert-jax launch`; `VERB:ARGUMENT` is for points of a verb.
         jobs: maximum number of points that run at once.
     """
 
@@ -123,41 +182,100 @@ class Engine(NamedTuple):
     options: Sequence[str] = ()
     jobs: int = 1
 
-    def command(self, point: Point, point_runs: dict[str, PointRun]) -> list[str]:
-        """Return the full command of a point."""
+    def command(self, point: Point, point_runs: dict[str, PointRun], job: str = "") -> list[str]:
+        """Return the full command of a point; `job` is the name of its job or slice."""
         parts = [
-            str(point_runs[part.name].out) if isinstance(part, Point) else str(part)
+            point_runs[part.name].out if isinstance(part, Point) else str(part)
             for part in point.command
         ]
-        folder = [FOLDER_OPTION[point.verb], str(point_runs[point.name].out)]
+        point_run = point_runs[point.name]
         if point.verb == "python":
-            return [sys.executable, *parts[1:], *folder]
-        if self.on == "local" or point.verb not in LAUNCHED:
-            return [*python_command(), *parts, *folder]
-        options = ["--on", self.on, "--name", _job(point_runs[point.name]), *self.options]
-        return [*python_command(), "launch", *options, "--", *parts, *folder]
+            return [sys.executable, *parts[1:], FOLDER_OPTION["python"], str(point_run.files)]
+        command = [*parts, FOLDER_OPTION[point.verb], point_run.out]
+        if not self.is_launched(point):
+            return [*python_command(), *command]
+        is_on_slice = self.on == "tpu-vm"
+        job = job or ("slice" if is_on_slice else point_run.job)
+        options = ["--on", self.on, "--name", job, *self.options_of(point.verb)]
+        options += ["--keep"] if is_on_slice else []
+        return [*python_command(), "launch", *options, "--", *command]
 
-    def is_queued(self, point_run: PointRun) -> bool:
-        """Whether a submitted job is pending or running, as far as is known.
+    def options_of(self, verb: str) -> list[str]:
+        """Return the arguments of `launch` for points of a verb; of two for one option the last counts."""
+        parts = [option.partition(":") for option in self.options]
+        own = [rest for before, _, rest in parts if before == verb]
+        return [o for o in self.options if o.partition(":")[0] not in LAUNCHED] + own
 
-        Only Slurm is queried; jobs on gke and sky count as running.
-        """
-        if self.on != "slurm":
-            return True
-        command = ["squeue", "--noheader", f"--name={_job(point_run)}", "--format=%T"]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True)
-        except OSError:
-            return True
-        return result.returncode != 0 or bool(result.stdout.strip())
+    def slice_kind(self, verb: str) -> str:
+        """Return "" if all verbs have the same slices, else the verb's letter."""
+        same = len({tuple(self.options_of(each)) for each in LAUNCHED}) == 1
+        return "" if same else f"-{verb[0]}"
+
+    def is_launched(self, point: Point) -> bool:
+        """Whether a point runs on other machines."""
+        return self.on != "local" and point.verb in LAUNCHED
 
     def is_asynchronous(self, point: Point) -> bool:
-        """Whether the command of a point returns before the point has run; its workdir shows the end."""
-        return self.on in SUBMITTED and point.verb in LAUNCHED
+        """Whether the command of a point returns before the point has run."""
+        return self.on in SUBMITTED and self.is_launched(point)
 
 
-def _job(point_run: PointRun) -> str:
-    return f"{job_name(point_run.point.name, 28)}-{point_run.digest}"
+class _Slices:
+    """Slices of Cloud TPU VMs, each of which runs one point after the other, as a queue for one takes hours.
+
+    Args:
+        name: how the names of slices begin; a kind and a number follow.
+        jobs: maximum number of slices of a kind.
+        unfinished: slice of each point, by name, that an earlier sweep has started and that may run.
+    """
+
+    def __init__(self, name: str, jobs: int, unfinished: dict[str, str]):
+        self._name, self._jobs, self.of = name, jobs, unfinished
+        self._deleting: dict[str, subprocess.Popen] = {}
+        self._left: set[str] = set()  # slices that could not be deleted
+
+    def _unused(self, kind: str) -> list[str]:
+        used = {*self.of.values(), *self._deleting, *self._left}
+        names = [f"{self._name}{kind}-{i}" for i in range(self._jobs)]
+        return [name for name in names if name not in used]
+
+    def take(self, point: str, kind: str) -> str:
+        """Return the slice of a point, if possible one that exists; "" if all are in use."""
+        unused = sorted(self._unused(kind), key=lambda name: not jobs.has_machines(name))
+        if name := self.of.get(point) or next(iter(unused), ""):
+            self.of[point] = name
+        return name
+
+    def delete_idle(self, kind: str, waiting: int) -> None:
+        """Begin to delete slices that exist and that no point uses, but for one per waiting point."""
+        for name in list(filter(jobs.has_machines, self._unused(kind)))[waiting:]:
+            print(f"{name}: deleting the slice, which is no longer needed", file=sys.stderr)
+            command = [*python_command(), "launch", "delete", name]
+            self._deleting[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+
+    def are_deleted(self) -> bool:
+        """Whether all deletions have ended; a line names each that failed."""
+        for name, process in list(self._deleting.items()):
+            if process.poll() is None:
+                return False
+            del self._deleting[name]
+            _, error = process.communicate()
+            if process.returncode:
+                self._left.add(name)
+                reason = (error.strip().splitlines() or [""])[-1]
+                print(
+                    f"{name}: the slice was not deleted and costs money: run `bert-jax launch delete "
+                    f"{name}` ({reason})",
+                    file=sys.stderr,
+                )
+        return True
 
 
 @dataclasses.dataclass
@@ -166,8 +284,18 @@ class _Running:
     process: subprocess.Popen | None  # None for a submitted job
     start_time: float
     lock: contextlib.ExitStack
-    query_time: float = 0.0  # time of the last query of the queue
-    num_misses: int = 0  # number of queries in a row that did not find it
+    job: str  # name of the job or slice
+    query_time: float = 0.0  # time of the last answer about the job
+    num_misses: int = 0  # number of queries in a row that did not find it; after two it is lost
+    answer: concurrent.futures.Future[State] | None = None  # to a query that was sent
+    note: str = ""  # the last line of the last answer
+
+
+def _ask(job: str) -> State:
+    try:
+        return jobs.ask(job)
+    except UserError as error:  # it was not launched from this machine
+        return State("lost", text=str(error))
 
 
 class Scheduler:
@@ -180,33 +308,43 @@ class Scheduler:
         engine: what runs the points.
         resubmit: submit jobs again that have not ended.
         done: called once for each point that is done.
+        name: how the names of slices begin.
 
     Attributes:
         state: state of each point by name: "waiting", "running", "done", "failed", "stopped" (by a
-            signal, with its state saved) or "blocked" (a dependency failed).
+            signal, with its state saved) or "blocked" (a dependency has not run).
     """
 
     def __init__(
         self,
         points: Sequence[Point],
-        runs: pathlib.Path,
+        runs: Runs,
         args: SweepArgs,
         engine: Engine,
         resubmit: bool,
         done: Callable[[PointRun], None],
+        name: str = "sweep",
     ):
         self.point_runs: dict[str, PointRun] = {}
         self.state: dict[str, str] = {}
         self._engine, self._resubmit, self._done = engine, resubmit, done
         self._running: dict[str, _Running] = {}
-        self._restarts = collections.Counter[str]()
+        self._restarts, self._retries = collections.Counter[str](), collections.Counter[str]()
+        self._not_before: dict[str, float] = {}  # time of the next attempt
         self._in_use: set[str] = set()  # points reported as waiting for another process
         self._is_stopping = False
+        self._queries = concurrent.futures.ThreadPoolExecutor(4)
+        runs.pull()
+        unfinished: dict[str, str] = {}
         for point in points:
             point_run = PointRun(point, runs, args.data)
             self.point_runs[point.name], self.state[point.name] = point_run, "waiting"
+            last = point_run.last_attempt
             if point_run.is_done:
                 self._finish(point_run)
+            elif last.get("on") == "tpu-vm" and last["status"] in (_STARTED, EXIT_INTERRUPTED):
+                unfinished[point.name] = last["job"]
+        self._slices = _Slices(name, engine.jobs if engine.on == "tpu-vm" else 0, unfinished)
 
     def stop(self) -> None:
         """Start nothing more, and signal local processes to save and exit."""
@@ -226,16 +364,24 @@ class Scheduler:
     @property
     def is_over(self) -> bool:
         """Whether nothing runs and nothing more can start."""
-        return not self._running and (self._is_stopping or "waiting" not in self.state.values())
+        is_idle = not self._running and (self._is_stopping or "waiting" not in self.state.values())
+        return is_idle and self._slices.are_deleted()
+
+    @property
+    def slices(self) -> list[str]:
+        """Slices of points that have not ended, which the same sweep takes up again."""
+        return sorted({*self._slices.of.values()})
+
+    def note(self, name: str) -> str:
+        """Return the last line of what is known of a running point."""
+        running = self._running.get(name)
+        return (running.note if running else "") or self.point_runs[name].last_log_line()
 
     def update(self) -> None:
         """Handle points that have ended and start those that are ready."""
         for name, running in list(self._running.items()):
             if running.process is None:
-                if running.point_run.is_done:
-                    self._release(name, "done")
-                else:
-                    self._query_queue(name, running)
+                self._query(name, running)
             elif running.process.poll() is not None:
                 self._ended(name, running, exit_status(running.process))
         if self._is_stopping:
@@ -244,10 +390,19 @@ class Scheduler:
             if self.state[name] != "waiting":
                 continue
             needs = {self.state[needed.name] for needed in point_run.point.needs}
-            if needs & {"failed", "blocked"}:
+            if needs & {"failed", "blocked", "stopped"}:
                 self.state[name] = "blocked"
-            elif needs <= {"done"} and len(self._running) < self._engine.jobs:
+                continue
+            has_waited = time.time() >= self._not_before.get(name, 0.0)
+            if needs <= {"done"} and has_waited and len(self._running) < self._engine.jobs:
                 self._start(name, point_run)
+        waiting = collections.Counter(
+            self._engine.slice_kind(point_run.point.verb)
+            for name, point_run in self.point_runs.items()
+            if self.state[name] == "waiting" and self._engine.is_launched(point_run.point)
+        )
+        for kind in {self._engine.slice_kind(verb) for verb in LAUNCHED}:
+            self._slices.delete_idle(kind, waiting[kind])
 
     def _start(self, name: str, point_run: PointRun) -> None:
         point_run.create_folder()
@@ -259,16 +414,21 @@ class Scheduler:
                 self._in_use.add(name)
                 print(f"{name}: waiting: {error}", file=sys.stderr, flush=True)
             return
-        if point_run.is_done:
+        is_on_slice = self._engine.on == "tpu-vm" and self._engine.is_launched(point_run.point)
+        kind = self._engine.slice_kind(point_run.point.verb)
+        job = self._slices.take(name, kind) if is_on_slice else point_run.job
+        if point_run.is_done or not job:
             lock.close()
-            self._finish(point_run)
+            if job:
+                self._finish(point_run)
             return
-        running = _Running(point_run, None, time.time(), lock)
-        if self._resubmit or not (
-            point_run.is_submitted and self._engine.is_asynchronous(point_run.point)
-        ):
+        running = _Running(point_run, None, time.time(), lock, job)
+        # A killed sweep may have submitted a job without recording it.
+        is_submitted = point_run.last_attempt.get("status", 0) in (None, _STARTED)
+        if self._resubmit or not (is_submitted and self._engine.is_asynchronous(point_run.point)):
+            running.query_time = time.time()
             self._record(running, _STARTED)
-            command = self._engine.command(point_run.point, self.point_runs)
+            command = self._engine.command(point_run.point, self.point_runs, job)
             with open(point_run.log, "ab") as log:
                 log.write(f"$ {shlex.join(command)}\n".encode())
                 log.flush()
@@ -285,33 +445,55 @@ class Scheduler:
         self.state[name] = "running"
 
     def _ended(self, name: str, running: _Running, status: int) -> None:
-        submitted = self._engine.is_asynchronous(running.point_run.point) and status == 0
-        self._record(running, None if submitted else status)
-        if submitted:
+        if self._engine.is_asynchronous(running.point_run.point) and status == 0:
+            self._record(running, None)  # submitted
             running.process = None
             return
+        self._record(running, status)
         state = "failed" if status else "done"
-        if self._is_stopping and status in (EXIT_INTERRUPTED, *KILLED):
+        was_stopped = self._engine.is_launched(running.point_run.point) and jobs.was_stopped(
+            running.job
+        )
+        if (self._is_stopping or was_stopped) and status in (EXIT_INTERRUPTED, *KILLED):
             state = "stopped"
         elif status == EXIT_INTERRUPTED and self._restarts[name] < _RESTARTS:
             self._restarts[name] += 1
             state = "waiting"
         self._release(name, state)
 
-    def _query_queue(self, name: str, running: _Running) -> None:
-        """Check whether a job is still queued; its workdir may become visible after its end."""
-        now, point_run = time.time(), running.point_run
-        if now - running.query_time < _QUERY_SECONDS:
+    def _query(self, name: str, running: _Running) -> None:
+        """Ask for the state of a job, without waiting for the answer; handle one that has come."""
+        if running.answer is None:
+            interval = float(os.environ.get("BERT_JAX_SWEEP_QUERY_SECONDS", 60))
+            if time.time() - running.query_time >= interval:
+                running.answer = self._queries.submit(_ask, running.job)
             return
-        running.query_time = now
-        running.num_misses = 0 if self._engine.is_queued(point_run) else running.num_misses + 1
-        if running.num_misses < 2:
+        if not running.answer.done():
             return
-        with open(point_run.log, "a") as log:
-            job = _job(point_run)
-            log.write(f"{job} left the queue before it was complete: see {job}-JOB.out\n")
-        self._record(running, status=1)
-        self._release(name, "failed")
+        state, running.answer, running.query_time = running.answer.result(), None, time.time()
+        running.note = " ".join([state.kind, *state.text.splitlines()[-1:]])
+        running.num_misses = running.num_misses + 1 if state.kind == "lost" else 0
+        if state.kind in ("waiting", "running", "unknown") or running.num_misses == 1:
+            return
+        if state.kind == "done" or (state.kind == "lost" and running.point_run.has_ended()):
+            self._record(running, 0)
+            self._release(name, "done")
+            return
+        with open(running.point_run.log, "a") as log:
+            log.write(f"{running.job}: {state.kind}: {state.text}\n")
+        self._record(running, state.status or EXIT_NEGATIVE)
+        if state.kind == "stopped":
+            self._release(name, "stopped")
+        elif state.status in _FINAL or self._retries[name] == _RETRIES:
+            self._release(name, "failed")
+        else:
+            wait = first_wait_seconds() * 2 ** self._retries[name]
+            self._retries[name] += 1
+            self._not_before[name] = time.time() + wait
+            print(
+                f"{name}: {running.note}: trying again in {wait:g} s", file=sys.stderr, flush=True
+            )
+            self._release(name, "waiting")
 
     def _record(self, running: _Running, status: int | str | None) -> None:
         start = datetime.datetime.fromtimestamp(running.start_time, datetime.UTC)
@@ -319,7 +501,8 @@ class Scheduler:
             begun=start.isoformat(timespec="seconds"),
             seconds=round(time.time() - running.start_time, 1),
             status=status,
-            on=self._engine.on,
+            on=self._engine.on if self._engine.is_launched(running.point_run.point) else "local",
+            job=running.job,
             load=round(os.getloadavg()[0], 2),
             cores=cores(),
         )
@@ -328,9 +511,13 @@ class Scheduler:
         running = self._running.pop(name)
         running.lock.close()
         self.state[name] = state
+        if state in ("done", "failed"):
+            self._slices.of.pop(name, None)
         if state == "done":
+            running.point_run.push()
             self._finish(running.point_run)
 
     def _finish(self, point_run: PointRun) -> None:
         self.state[point_run.point.name] = "done"
+        point_run.fetch()
         self._done(point_run)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Create a Cloud TPU slice and wait until it is active.
 #
-#   launch/tpu_slice.sh NAME --zone=ZONE [--project=PROJECT] -- CREATE-COMMAND…
+#   tpu_slice.sh NAME --zone=ZONE [--project=PROJECT] -- CREATE-COMMAND…
 #
 # An existing queued resource is reused. A preempted one is deleted and created again with
 # CREATE-COMMAND, as is one that failed before. Exit status 2: it cannot be created, and a retry would
@@ -20,19 +20,19 @@ queued() {
   gcloud compute tpus queued-resources "$1" "$name" "${where[@]}" "${@:2}"
 }
 
-created="" shown="" exists=""
+# An answer such as "too many requests" may pass: the state is asked for again, and the third one is final.
+failed() {
+  failures=$((failures + 1))
+  [ "$failures" -lt 3 ] || exit 2
+  sleep "${TPU_SLICE_POLL_SECONDS:-30}"
+}
+
+created="" shown="" failures=0
 while true; do
   # Without the launcher, nothing would delete the slice.
   [ "$(ps -o ppid= -p $$ 2>/dev/null || echo "$PPID")" -eq "$PPID" ] || exit 2
-  state=$(queued describe --format='value(state.state)' 2>/dev/null || true)
-  if [ -n "$state" ]; then
-    exists=yes
-  elif [ -n "$exists" ]; then
-    if [[ $(queued describe 2>&1 || true) == *NOT_FOUND* ]]; then
-      exists="" # somebody else deleted it
-    else
-      state="no answer" # the query failed
-    fi
+  if ! state=$(queued describe --format='value(state.state)' 2>&1); then
+    [[ $state == *NOT_FOUND* ]] && state="" || state="no answer"
   fi
   if [ "$state" != "$shown" ]; then
     echo "launch: $name: ${state:-does not exist}" >&2
@@ -45,17 +45,10 @@ while true; do
         queued describe --format='value(state)' >&2
         exit 2
       fi
-      queued delete --force --quiet || exit 2
-      exists=""
+      queued delete --force --quiet || failed
       ;;
-    SUSPENDED)
-      queued delete --force --quiet || exit 2
-      exists=""
-      ;;
-    "")
-      "$@" || exit 2
-      created=yes exists=yes
-      ;;
+    SUSPENDED) queued delete --force --quiet || failed ;;
+    "") "$@" && created=yes || failed ;;
     *) sleep "${TPU_SLICE_POLL_SECONDS:-30}" ;;
   esac
 done

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Runs on each worker of a Cloud TPU slice, in the home folder, next to code.bundle and job.sh.
+# Runs on each worker of a Cloud TPU slice, in the home folder, next to CODE and job.sh.
 #
-#   tpu_worker.sh start LOGS   install, start job.sh as a service, unless it is running; its output is
-#                              copied to the folder LOGS on object storage, unless that is empty;
-#                              exit status 3: another job.sh is running
-#   tpu_worker.sh follow       print its output and return its exit status
-#   tpu_worker.sh stop         stop it, and wait until it has saved
+#   tpu_worker.sh start CODE LOGS   install CODE, a bundle of Git or a wheel, and start job.sh as a service,
+#                                   unless it is running; its output is copied to the folder LOGS on
+#                                   object storage, unless that is empty; exit status 3: another job.sh
+#                                   is running
+#   tpu_worker.sh follow            print its output and return its exit status
+#   tpu_worker.sh state             print "running" or its exit status, and the last lines of its output
+#   tpu_worker.sh stop              stop it, and wait until it has saved
 #
 # A service survives the connection that started it, and receives SIGTERM on preemption. `follow`
 # exits with 0, 2, 75, 128 or more (killed), or 70 for any other failure; 1 and 255 mean that the
@@ -20,16 +22,23 @@ start() {
     echo "launch: another command is running: stop it with \`bert-jax launch stop NAME\` first" >&2
     exit 3
   fi
-  local commit uv="$HOME/.local/bin/uv"
-  commit=$(git bundle list-heads code.bundle | cut -d ' ' -f 1)
-  if [ "$(git -C bert_jax rev-parse HEAD 2>/dev/null)" != "$commit" ]; then
-    rm -rf bert_jax
-    git clone --quiet code.bundle bert_jax
-  fi
   # The system's Python may be too old for JAX; uv installs one.
-  python3 -m pip install --quiet --user uv
-  [ -d venv ] || "$uv" venv --quiet --python 3.12 venv
-  "$uv" pip install --quiet --python venv/bin/python --editable 'bert_jax[tpu,gcs,s3,tfds,wiki,wandb,mlflow]'
+  if [ ! -x uv/bin/uv ]; then
+    python3 -m venv uv || { sudo apt-get -qq update && sudo apt-get -qq install --yes python3-venv && python3 -m venv uv; }
+    uv/bin/pip install --quiet uv
+  fi
+  [ -d venv ] || uv/bin/uv venv --quiet --python 3.12 venv
+  local package="$1"
+  if [ "${1##*.}" = bundle ]; then
+    package=bert_jax
+    if [ "$(git -C bert_jax rev-parse HEAD 2>/dev/null)" != "$(git bundle list-heads "$1" | cut -d ' ' -f 1)" ]; then
+      rm -rf bert_jax
+      git clone --quiet "$1" bert_jax
+    fi
+  fi
+  mkdir -p bert_jax
+  uv/bin/uv pip install --quiet --python venv/bin/python "$package[cloud,tpu]"
+  cmp --quiet job.sh started.sh || rm -f job.log # of an earlier command
   rm -f job.status
   cp job.sh started.sh
   sudo systemctl reset-failed bert-jax 2>/dev/null || true
@@ -37,7 +46,7 @@ start() {
     --setenv=HOME="$HOME" --property=LimitMEMLOCK=infinity --property=TimeoutStopSec=180 \
     --property=StandardOutput="append:$HOME/job.log" \
     --property=StandardError="append:$HOME/job.log" \
-    /bin/bash "$HOME/tpu_worker.sh" run "$1"
+    /bin/bash "$HOME/tpu_worker.sh" run "$2"
 }
 
 run() {
@@ -77,6 +86,15 @@ follow() {
     0 | 2 | 75) exit "$status" ;;
     *) exit $((status < 128 ? 70 : status)) ;;
   esac
+}
+
+state() {
+  if systemctl is-active --quiet bert-jax; then
+    echo running
+  else
+    cat job.status 2>/dev/null || echo 75
+  fi
+  tail -n 5 job.log 2>/dev/null || true
 }
 
 stop() {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Slurm job that requeues itself while its command exits with a status that asks for a restart.
 #
-#   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm.sh [OPTION…] -- COMMAND…
+#   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=4 slurm.sh [OPTION…] -- COMMAND…
 #
 #   --restarts=N      maximum number of restarts (default 100)
 #   --module=NAME     environment module to load; repeatable
@@ -26,6 +26,9 @@ while [ "$1" != -- ]; do
   shift
 done
 shift
+
+# From Slurm 22.05 on, srun does not take this over from sbatch.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || options+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
 
 # srun returns the highest status of its tasks. User errors (2) and tracebacks (1) are mapped above
 # the statuses of tasks that were stopped because of them. The trap lets the command finish saving.

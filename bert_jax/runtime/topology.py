@@ -1,18 +1,11 @@
-"""Topologies: chips, the links between them, and the time that collectives take."""
+"""Topologies of accelerators: the values of `preflight --topology` and `launch --accelerator`."""
 
-import collections
 import math
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bert_jax.errors import UserError
-from bert_jax.runtime.chips import CHIPS, GPUS_A_NODE, LONGEST_AXIS, Chip
-from bert_jax.tools.preflight.hlo import Collective
-
-# A device's island (its slice or node), and its coordinates in the slice; () for GPUs, which are
-# linked to a switch.
-Location = tuple[int, tuple[int, ...]]
+from bert_jax.runtime.chips import CHIPS, LONGEST_AXIS, Chip
 
 
 class Topology(NamedTuple):
@@ -94,40 +87,3 @@ def parse_topology(text: str) -> Topology:
     if topology.slices > 1 and (not topology.is_tpu or not topology.chip.network_bandwidth):
         raise UserError(f"topology {text!r}: {kind} does not support slices; remove them")
     return topology
-
-
-def locations(topology: Topology, devices: Iterable[Any]) -> list[Location]:
-    """Return the locations of all devices in mesh order, that of `devices` (not read for GPUs)."""
-    if not topology.is_tpu:
-        return [(i // GPUS_A_NODE, ()) for i in range(topology.devices)]
-    axes = len(topology.shape)
-    return [(getattr(d, "slice_index", None) or 0, tuple(d.coords[:axes])) for d in devices]
-
-
-def network_seconds(topology: Topology, devices: list[Location], collective: Collective) -> float:
-    """Return the minimum time of a collective: over all links within islands, then between islands.
-
-    An all-reduce over n chips sends 2 (n-1)/n of the array over the links of the axes that the group
-    spans, two links on a ring (Austin et al., "How to Scale Your Model", section 3). Between islands,
-    each chip sends its share of the island's part.
-    """
-    group = [devices[i] for i in collective.group]
-    ((largest, inside), *others) = collections.Counter(island for island, _ in group).most_common()
-    passes = 2 if collective.kind == "all-reduce" else 1
-    seconds = 0.0
-    if inside > 1:
-        coordinates = [place for island, place in group if island == largest]
-        links = 0
-        for size, places in zip(topology.shape, zip(*coordinates, strict=True), strict=False):
-            extent = len({*places})
-            # With three axes, all are rings if all are multiples of 4.
-            wraps = size == LONGEST_AXIS
-            if len(topology.shape) == 3:
-                wraps = all(length % 4 == 0 for length in topology.shape)
-            links += (2 if wraps and extent == size > 2 else 1) if extent > 1 else 0
-        share = 1.0 if collective.kind == "collective-permute" else passes * (inside - 1) / inside
-        seconds += share * collective.bytes / (max(links, 1) * topology.chip.link_bandwidth)
-    if others:
-        share = passes * len(others) / (len(others) + 1)
-        seconds += share * collective.bytes / inside / topology.chip.network_bandwidth
-    return seconds * collective.times

@@ -1,0 +1,119 @@
+"""Slices of Cloud TPU VMs."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from bert_jax import storage
+from bert_jax.errors import EXIT_INTERRUPTED
+from bert_jax.runtime.topology import Topology, slice_shape
+from bert_jax.tools.launch.engines import base
+from bert_jax.tools.launch.engines.base import Job, State
+from bert_jax.tools.launch.plan import KILLED, Plan, Process
+
+_QUEUED = ("gcloud", "compute", "tpus", "queued-resources")
+
+
+def plan(
+    job: Job,
+    *,
+    accelerator: str,
+    zone: str,
+    project: str = "",
+    spot: bool = False,
+    keep: bool = False,
+    dollars_per_chip_hour: float = 0.0,
+    restarts: int = 100,
+    extra: Sequence[str] = (),
+) -> Plan:
+    """Plan slices of Cloud TPU VMs as a queued resource, deleted after the run.
+
+    The workers receive the commit of this checkout, or a wheel of this package, and run the command as
+    a service, whose log is copied to the folder that the command writes to. This process follows the log,
+    and creates the slices again after preemption.
+    """
+    topology = base.tpu_topology(accelerator, vm=True)
+    base.check_machines(job, accelerator, topology)
+    kind, runtime = topology.chip.tpu_vm or ("", "")
+    location = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
+    several = [f"--node-count={topology.slices}", f"--node-prefix={job.name}"]
+    create = [
+        *(*_QUEUED, "create", job.name, *location),
+        *(several if topology.slices > 1 else [f"--node-id={job.name}"]),
+        *(*_tpu_type(topology, kind), f"--runtime-version={runtime}"),
+        *(["--spot"] if spot else []),
+        *extra,
+    ]
+    delete = [*_QUEUED, "delete", job.name, *location, "--force", "--quiet"]
+    folder = base.state_folder(job.name)
+    script, worker = folder / "job.sh", base.SCRIPTS / "tpu_worker.sh"
+    code = folder / ("code.bundle" if base.has_checkout() else base.WHEEL)
+    pack = [sys.executable, "-m", "bert_jax.tools.launch.wheel", str(code)]
+    if base.has_checkout():
+        pack = ["git", "-C", str(base.CHECKOUT), "bundle", "create", "--quiet", str(code), "HEAD"]
+    everywhere = [*location, "--worker=all", "--node=all"]
+
+    def on_workers(line: str) -> list[str]:
+        return [*_QUEUED, "ssh", job.name, *everywhere, f"--command={line}"]
+
+    # Where a worker copies its log, as a URL.
+    logs = f"{job.folder.rstrip('/')}/logs" if storage.is_remote(job.folder) else ""
+    exports = [f"export {shlex.quote(variable)}\n" for variable in job.assignments]
+    lines = [
+        *("cd ~/bert_jax\n", "export BERT_JAX_DISTRIBUTED=auto\n", *exports),
+        f"exec ~/venv/bin/{shlex.join(['bert-jax', *job.command])}\n",
+    ]
+    return Plan(
+        files={str(script): "".join(lines)},
+        setup=[
+            ["bash", str(base.SCRIPTS / "tpu_slice.sh"), job.name, *location, "--", *create],
+            pack,
+            [*_QUEUED, "scp", str(code), str(script), str(worker), f"{job.name}:", *everywhere],
+            on_workers(shlex.join(["bash", worker.name, "start", code.name, logs])),
+        ],
+        processes=[Process(on_workers(f"bash {worker.name} follow"))],
+        # gcloud also exits with 0 if no machine of the slice is ready.
+        confirm=_state_command(job.name, location),
+        teardown=[] if keep else [delete],
+        # gcloud exits with 1 or 255 when it loses the connection, as after preemption.
+        retry_statuses=frozenset({1, EXIT_INTERRUPTED, *KILLED}),
+        restarts=restarts,
+        query=location,
+        logs=on_workers(f"bash {worker.name} follow"),
+        stop=[on_workers(f"bash {worker.name} stop"), *([] if keep else [delete])],
+        delete=delete,
+        dollars_per_hour=topology.chips * dollars_per_chip_hour,
+    )
+
+
+def ask(name: str, query: Sequence[str]) -> State:
+    """Ask for the state of a slice, and of the service on its first worker.
+
+    States: https://docs.cloud.google.com/tpu/docs/queued-resources
+    """
+    state, error = base.query([*_QUEUED, "describe", name, *query, "--format=value(state.state)"])
+    if state is None:
+        return State("lost" if "NOT_FOUND" in error else "unknown", text=error)
+    if state != "ACTIVE":
+        is_gone = state in ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")
+        return State("lost" if is_gone else "waiting", text=f"the slice is {state}")
+    answer, error = base.query(_state_command(name, query))
+    kind, _, text = (answer or "").partition("\n")
+    if kind == "running":
+        return State("running", text=text)
+    if not kind.isdigit():
+        return State("unknown", text=error or kind)
+    return State("failed" if int(kind) else "done", int(kind), text)
+
+
+def _state_command(name: str, location: Sequence[str]) -> list[str]:
+    on_first = [*location, "--worker=0", "--node=0", "--command=bash tpu_worker.sh state"]
+    return [*_QUEUED, "ssh", name, *on_first]
+
+
+def _tpu_type(topology: Topology, kind: str) -> list[str]:
+    """Return gcloud's options for the type of a slice."""
+    cores = topology.chips // topology.slices * topology.chip.cores
+    if slice_shape(topology.kind, cores) == topology.shape:
+        return [f"--accelerator-type={kind}-{cores}"]
+    return [f"--type={kind}", f"--topology={'x'.join(map(str, topology.shape))}"]
