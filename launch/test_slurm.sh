@@ -78,12 +78,13 @@ SlurmdLogFile=$work/slurmd.log
 SlurmctldPort=16817
 SlurmdPort=16818
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
-SelectType=select/linear
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=60
@@ -131,7 +132,7 @@ EOF
 # count NAME [AT-20]: submit a counting job and set `job`.
 count() {
   job=$(cd "$work" && sbatch --parsable --job-name="$1" --ntasks-per-node=2 --time=30 \
-    "$checkout/launch/slurm.sh" --restarts=3 -- "$python" "$work/count.py" "$work/$1" "${@:2}")
+    "$checkout/bert_jax/tools/launch/scripts/slurm.sh" --restarts=3 -- "$python" "$work/count.py" "$work/$1" "${@:2}")
   echo "$1: job $job"
 }
 
@@ -162,7 +163,7 @@ pretrain() {
   shift 2
   local printed
   printed=$(cd "$work" && "$python" -m bert_jax launch --on slurm --name "$name" --restarts 3 \
-    --extra="--ntasks-per-node=$tasks" --extra=--time=30 -- \
+    --cpus 1 --extra="--ntasks-per-node=$tasks" --extra=--time=30 -- \
     pretrain --config "$checkout/configs/pretrain.py:L2-H32-A2,32" --rows "$work/rows" \
     --config.batch_size=8 --config.steps=400 --config.optim.warmup_steps=5 \
     --config.log_every_steps=5 --config.evaluate_rows=16 --config.evaluate_every_steps=200 \
@@ -282,6 +283,12 @@ count mistaken 2 # the other task is stopped and ends with 75
 until_state "$job" FAILED
 check_ended 0 2:0
 
+job=$(cd "$work" && sbatch --parsable --job-name=cpus --ntasks-per-node=1 --cpus-per-task="$(nproc)" \
+  "$checkout/bert_jax/tools/launch/scripts/slurm.sh" -- "$python" -c \
+  "import os; assert len(os.sched_getaffinity(0)) == $(nproc), os.sched_getaffinity(0)")
+echo "cpus: job $job"
+until_state "$job" COMPLETED # its task has all the CPUs that the job asked for
+
 count cancelled
 until_counted cancelled 10
 scancel "$job"
@@ -293,6 +300,8 @@ if [ -n "$train" ]; then
   data >/dev/null
 
   pretrain run-whole "$work"
+  until_lines run-whole 1
+  "$python" -m bert_jax launch status run-whole | grep "^run-whole: running" || fail "run-whole: its state"
   until_state "$job" COMPLETED
 
   pretrain run-stopped "$work"
