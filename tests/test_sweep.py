@@ -21,8 +21,9 @@ from bert_jax.tools import sweep
 from bert_jax.tools.sweep import Point, SweepArgs
 from bert_jax.tools.sweep import results as results_lib
 from bert_jax.tools.sweep.display import note_of
+from bert_jax.tools.sweep.folders import PointRun, Runs
 from bert_jax.tools.sweep.results import Results
-from bert_jax.tools.sweep.scheduler import Engine, PointRun, Runs
+from bert_jax.tools.sweep.scheduler import Engine
 from bert_jax.tools.sweep.scheduler import Scheduler as Queue
 from bert_jax.training.summary import duration
 from tests.helpers.launch import has_ended, make_programs
@@ -216,7 +217,7 @@ def test_orphaned_process_of_a_killed_sweep_is_waited_for(
     process.wait()
     args = SweepArgs(data=tmp_path)
     points = sweep.load(file, args).points
-    queue = Queue(points, Runs(tmp_path / "runs"), args, Engine(), False, print)
+    queue = Queue(points, Runs(tmp_path / "runs"), args, Engine(), print)
     for _ in range(3):
         queue.update()
         assert queue.state == {"a": "done", "b": "waiting"}  # b's process holds the lock
@@ -254,7 +255,7 @@ def test_signals_reach_the_processes_that_a_point_has_started(method, tmp_path):
     )
     points = [Point("a", ("python", script, child))]
     args = SweepArgs(data=tmp_path / "d")
-    queue = Queue(points, Runs(tmp_path), args, Engine(), False, print)
+    queue = Queue(points, Runs(tmp_path), args, Engine(), print)
     queue.update()
     wait_for(lambda: child.exists() and child.read_text().endswith("\n"))
     getattr(queue, method)()
@@ -288,7 +289,7 @@ def test_queued_job_is_asked_for_until_it_ends(tmp_path, monkeypatch, capsys):
     def start():
         points = [Point("m", ("pretrain", "--rows", "r", *config))]
         args = SweepArgs(data=tmp_path)
-        return Queue(points, Runs(tmp_path / "runs"), args, engine, False, print)
+        return Queue(points, Runs(tmp_path / "runs"), args, engine, print)
 
     def until(condition):
         wait_for(lambda: queue.update() or condition())
@@ -366,7 +367,6 @@ def test_dry_run_runs_nothing(make_point, tmp_path, write_sweep_file, capsys):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--resubmit"], "--resubmit"),
         (["--launch=--gpus=8"], "--on"),
     ],
 )

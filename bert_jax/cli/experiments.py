@@ -60,7 +60,6 @@ _DATA = "$BERT_JAX_DATA"
     option(
         "--dollars-per-chip-hour", "X", "price, for --dry-run and waits", type=float, default=0.0
     ),
-    flag("--resubmit", "queue unfinished jobs again"),
 )
 def _sweep(options) -> int | None:
     r"""Run the points of an experiment, locally or on a cluster.
@@ -79,15 +78,12 @@ def _sweep(options) -> int | None:
     experiment's results.jsonl. exit status: 0 all done, 1 a point failed, 75 interrupted
     """
     from bert_jax.tools import sweep
-    from bert_jax.tools.launch.engines import SUBMITTED
-    from bert_jax.tools.sweep import cost, grid_files, run, scheduler
+    from bert_jax.tools.sweep import cost, folders, grid_files, run, scheduler
 
     options.data = options.data or os.environ.get("BERT_JAX_DATA", "")
     storage.check([options.data, options.runs])
     if options.launch and options.on == "local":
         raise UserError(f"--launch {options.launch[0]}: it needs --on ENGINE")
-    if options.resubmit and options.on not in SUBMITTED:
-        raise UserError("--resubmit applies to engines that queue jobs: " + ", ".join(SUBMITTED))
     if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
         raise UserError(f"--init {options.init}: no such folder")
     # Without --data, a dry run shows the name of the environment variable.
@@ -120,15 +116,15 @@ def _sweep(options) -> int | None:
     if options.on == "tpu-vm" and price:
         launch.append(f"--dollars-per-chip-hour={price}")
     engine = scheduler.Engine(options.on, launch, options.jobs)
-    folders = scheduler.Runs(options.runs)
-    _check_launches(engine, [scheduler.PointRun(p, folders, data) for p in selected.points])
+    runs = folders.Runs(options.runs)
+    _check_launches(engine, [folders.PointRun(p, runs, data) for p in selected.points])
     if options.dry_run:
         costs = cost.of_options(engine.options_of("pretrain"), _config_of, price)
         print(run.dry_run(selected, options.runs, engine, costs))
         return None
     if choices:
         grid_files.write(selected.path.parent, options.command, choices)
-    return run.run(selected, options.runs, engine, resubmit=options.resubmit)
+    return run.run(selected, options.runs, engine)
 
 
 def _check_launches(engine: Any, point_runs: list) -> None:

@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from bert_jax.runs import workdir
-from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
+from bert_jax.tools.sweep.folders import PointRun
+from bert_jax.tools.sweep.scheduler import Scheduler
 from bert_jax.training.summary import duration
 
 _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip

@@ -263,23 +263,6 @@ class Curves:
         return f"![{self.labels[1]} by {self.labels[0]}]({self.file})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """A table of the training cost of each result."""
-
-    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
-        """Return points with seed, steps, tokens, time, machine and commit."""
-        lines = ["| point | seed | steps | real tokens | minutes | load | on | commit |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-        for r in results:
-            if "step" in r:
-                on = r["devices"] + (
-                    f", {r['cores']} core{'s' * (r['cores'] > 1)}" if r["cores"] else ""
-                )
-                cells = [r["point"], r["seed"], f"{r['step']:,}", f"{r['real_tokens']:,}", f"{r['step_seconds'] / 60:.1f}", r["load"], on, r["commit"]]  # fmt: skip
-                lines.append(f"| {' | '.join(map(str, cells))} |")
-        return "\n".join(lines) if len(lines) > 2 else "not run"
-
-
 def readme(folder: str | pathlib.Path) -> str:
     """Return an experiment's README with its blocks regenerated from results.jsonl.
 

@@ -15,7 +15,7 @@ from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tools.sweep import Point, grid
-from bert_jax.tools.sweep.experiment import Column, Curves, Result, Runs, Table
+from bert_jax.tools.sweep.experiment import Column, Curves, Result, Table
 
 _SWEEP = '''"""A grid of settings, written by `bert-jax sweep --grid`."""
 
@@ -45,11 +45,8 @@ Every combination of {settings} in `bert-jax {command}`.
 
 <!-- table -->
 <!-- /table -->
-
-{curve}<!-- runs -->
-<!-- /runs -->
-"""
-_CURVE = "<!-- curve -->\n<!-- /curve -->\n\n"
+{curve}"""
+_CURVE = "\n<!-- curve -->\n<!-- /curve -->\n"
 _MAX_METRICS = 6
 _NEEDS_SIZE = "--grid model=… needs --config SIZE in the command after --"
 
@@ -120,7 +117,7 @@ def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list
 def blocks(
     choices: Mapping[str, Sequence[str]], results: Sequence[Result], curve: bool = True
 ) -> dict[str, Any]:
-    """Return the table of the final metrics, the held-out curves of pretraining and the costs."""
+    """Return the table of the final metrics and the held-out curves of pretraining."""
     rows = {_label(facts): facts for facts in grid(**choices)}
     metrics = {
         name: Column(name, factor=1.0, digits=4)
@@ -132,7 +129,6 @@ def blocks(
     return {
         "table": Table(rows, metrics, title=", ".join(choices)),
         **({"curve": curves} if curve else {}),
-        "runs": Runs(),
     }
 
 

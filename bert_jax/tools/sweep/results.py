@@ -22,8 +22,9 @@ from bert_jax.errors import UserError
 from bert_jax.runs import workdir
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
+from bert_jax.tools.sweep.folders import PointRun
 from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
-from bert_jax.tools.sweep.scheduler import LAUNCHED, PointRun
+from bert_jax.tools.sweep.scheduler import LAUNCHED
 
 RESULTS = "results.jsonl"
 _VERSIONS = ("bert-jax", "jax", "flax")

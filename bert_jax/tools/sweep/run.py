@@ -13,21 +13,21 @@ from bert_jax.tools.launch.plan import signals
 from bert_jax.tools.launch.request import job_name
 from bert_jax.tools.sweep.cost import Costs
 from bert_jax.tools.sweep.display import Display
+from bert_jax.tools.sweep.folders import PointRun, Runs
 from bert_jax.tools.sweep.points import Sweep
 from bert_jax.tools.sweep.results import Results, lines_of
-from bert_jax.tools.sweep.scheduler import Engine, PointRun, Runs, Scheduler
+from bert_jax.tools.sweep.scheduler import Engine, Scheduler
 
 _POLL_SECONDS = 0.2
 
 
-def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine, *, resubmit: bool = False) -> int:
+def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine) -> int:
     """Run the points of a sweep that are not done, and record the results.
 
     Args:
         sweep: the loaded sweep.
         runs: folder of the points of all sweeps, which may be on object storage.
         engine: what runs the points.
-        resubmit: submit jobs again that have not ended.
 
     Returns:
         The exit status: 0, 1 if a point failed, 75 if stopped by a signal.
@@ -49,7 +49,7 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine, *, resubmit: bool
     with files.one_line_errors(f"cannot use the folder {folders.folder}"):
         folders.folder.mkdir(parents=True, exist_ok=True)
     name = f"{job_name(sweep.path.absolute().parent.name, 28)}-{key}"
-    scheduler = Scheduler(sweep.points, folders, args, engine, resubmit, done, name)
+    scheduler = Scheduler(sweep.points, folders, args, engine, done, name)
     with contextlib.ExitStack() as stack:
         stack.callback(scheduler.stop)  # on any error, stop what was started
         received = stack.enter_context(signals())

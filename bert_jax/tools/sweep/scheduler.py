@@ -5,36 +5,25 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
-import fcntl
-import itertools
-import json
 import os
-import pathlib
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bert_jax import storage
-from bert_jax.config.schema import Config
 from bert_jax.data.workers import cores
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, InUse, UserError
-from bert_jax.runs import checkpoint, workdir
 from bert_jax.storage import files
 from bert_jax.tools.launch import jobs
 from bert_jax.tools.launch.engines import SUBMITTED
 from bert_jax.tools.launch.engines.base import State, python_command
 from bert_jax.tools.launch.plan import KILLED, exit_status, first_wait_seconds, signal_group
-from bert_jax.tools.launch.request import job_name
-from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
+from bert_jax.tools.sweep.folders import STARTED, PointRun, Runs
+from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
-ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
-# Status of an attempt until its end is recorded, which a kill of the sweep can prevent.
-_STARTED = "started"
 # Verbs that engines other than "local" run; the rest runs on this machine.
 LAUNCHED = ("pretrain", "finetune")
 # Maximum number of restarts of a preempted run (exit status 75), and of a job that was lost or failed for a
@@ -42,131 +31,6 @@ LAUNCHED = ("pretrain", "finetune")
 _RESTARTS, _RETRIES = 100, 3
 # Exit statuses of a job that would fail again.
 _FINAL = (EXIT_NEGATIVE, EXIT_USER_ERROR)
-
-
-class Runs:
-    """The folders of the points of all sweeps.
-
-    Attributes:
-        folder: the folder on this machine. For a URL it is `runs/sweeps/gs/BUCKET/…`, which has the attempts,
-            the logs and the small files of the outputs.
-        url: the folder of the outputs on object storage; "" if they are in `folder`.
-    """
-
-    def __init__(self, where: str | os.PathLike):
-        self.url = str(where).rstrip("/") if storage.is_remote(where) else ""
-        local = pathlib.Path(RUNS, self.url.replace("://", "/")) if self.url else where
-        self.folder = pathlib.Path(local).absolute()
-
-    def pull(self) -> None:
-        """Fetch from object storage the attempts of points that another machine has completed."""
-        urls = storage.glob(f"{self.url}/*/{ATTEMPTS}") if self.url else []
-        paths = [self.folder.joinpath(*url.split("/")[-2:]) for url in urls]
-        new = [(url, path) for url, path in zip(urls, paths, strict=True) if not path.exists()]
-        storage.download([url for url, _ in new], [path for _, path in new])
-
-
-class PointRun:
-    """The folder of a point, with its attempts, log and output.
-
-    Attributes:
-        out: path or URL of the output, for commands.
-        files: folder on this machine with the output, or with its small files after `fetch`.
-    """
-
-    def __init__(self, point: Point, runs: Runs, data: Any):
-        self.point, self.digest = point, point.digest(data)
-        self._runs, self._data = runs, data
-        self._find()
-
-    def run_of(self, point: Point) -> "PointRun":
-        """Return the folder of another point."""
-        return PointRun(point, self._runs, self._data)
-
-    def _find(self) -> None:
-        folder = self._runs.folder
-        existing = sorted(folder.glob(f"*-{self.digest}"))  # perhaps by another sweep's name
-        name = re.sub(r"[^\w.-]+", ".", self.point.name)
-        self.folder = existing[0] if existing else folder / f"{name}-{self.digest}"
-        self.files, self.log = self.folder / OUT, self.folder / LOG
-        self._url = f"{self._runs.url}/{self.folder.name}" if self._runs.url else ""
-        self.out = f"{self._url}/{OUT}" if self._url else str(self.files)
-
-    def create_folder(self) -> None:
-        """Create the folder, or use the one that another sweep has created since."""
-        runs = self._runs.folder
-        message = f"cannot use the folder {runs}"
-        with files.one_line_errors(message), files.open_lock(runs / files.LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            self._find()
-            self.folder.mkdir(exist_ok=True)
-
-    def attempts(self) -> list[dict[str, Any]]:
-        """Return all starts so far, each with its last status."""
-        lines = workdir.read_lines(self.folder / ATTEMPTS)
-        pairs = itertools.pairwise([*lines, {"status": _STARTED}])
-        return [last for last, following in pairs if following["status"] == _STARTED]
-
-    def add(self, **attempt: Any) -> None:
-        """Record that an attempt has started, was submitted, or has ended."""
-        with open(self.folder / ATTEMPTS, "a") as file:
-            file.write(json.dumps(attempt) + "\n")
-
-    def fetch(self) -> None:
-        """Copy the small files of an output on object storage to `files`."""
-        if not self._url:
-            return
-        pattern = re.compile(r"(seed_\d+/)?[\w.-]+\.jsonl?")
-        names = [name for name in storage.listing(self.out) if pattern.fullmatch(name)]
-        storage.download([f"{self.out}/{n}" for n in names], [self.files / n for n in names])
-
-    def push(self) -> None:
-        """Upload, of a point that is done, the attempts and the output of a script."""
-        if not self._url:
-            return
-        if self.point.verb == "python":
-            paths = [path for path in self.files.rglob("*") if path.is_file()]
-            names = [path.relative_to(self.files).as_posix() for path in paths]
-            storage.upload(paths, [f"{self.out}/{name}" for name in names])
-        storage.upload([self.folder / ATTEMPTS], [f"{self._url}/{ATTEMPTS}"])
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the point is complete."""
-        return any(attempt["status"] == 0 for attempt in self.attempts())
-
-    @property
-    def last_attempt(self) -> dict[str, Any]:
-        """The last start; {} if there was none."""
-        return (self.attempts() or [{}])[-1]
-
-    @property
-    def job(self) -> str:
-        """The name of the job that may run: one for each attempt, as jobs that have ended keep theirs."""
-        ended = [
-            a for a in self.attempts() if a["status"] not in (None, _STARTED, EXIT_INTERRUPTED)
-        ]
-        number = f"-{len(ended) + 1}" if ended else ""
-        return f"{job_name(self.point.name, 24)}-{self.digest}{number}"
-
-    def has_ended(self) -> bool:
-        """Whether the output is that of a complete run."""
-        self.fetch()
-        if (self.files / "metrics.json").exists():
-            return True
-        if not (self.files / "config.json").exists():
-            return False
-        config = workdir.read_config(self.files)
-        steps = checkpoint.kept_steps(self.out)
-        return isinstance(config, Config) and max(steps, default=0) >= config.steps
-
-    def last_log_line(self) -> str:
-        """Return the last line of the log."""
-        try:
-            lines = self.log.read_text(errors="replace").replace("\r", "\n").splitlines()
-        except OSError:
-            return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 class Engine(NamedTuple):
@@ -306,7 +170,6 @@ class Scheduler:
         runs: folder of all points.
         args: arguments of the sweep.
         engine: what runs the points.
-        resubmit: submit jobs again that have not ended.
         done: called once for each point that is done.
         name: how the names of slices begin.
 
@@ -321,13 +184,12 @@ class Scheduler:
         runs: Runs,
         args: SweepArgs,
         engine: Engine,
-        resubmit: bool,
         done: Callable[[PointRun], None],
         name: str = "sweep",
     ):
         self.point_runs: dict[str, PointRun] = {}
         self.state: dict[str, str] = {}
-        self._engine, self._resubmit, self._done = engine, resubmit, done
+        self._engine, self._done = engine, done
         self._running: dict[str, _Running] = {}
         self._restarts, self._retries = collections.Counter[str](), collections.Counter[str]()
         self._not_before: dict[str, float] = {}  # time of the next attempt
@@ -342,7 +204,7 @@ class Scheduler:
             last = point_run.last_attempt
             if point_run.is_done:
                 self._finish(point_run)
-            elif last.get("on") == "tpu-vm" and last["status"] in (_STARTED, EXIT_INTERRUPTED):
+            elif last.get("on") == "tpu-vm" and last["status"] in (STARTED, EXIT_INTERRUPTED):
                 unfinished[point.name] = last["job"]
         self._slices = _Slices(name, engine.jobs if engine.on == "tpu-vm" else 0, unfinished)
 
@@ -424,10 +286,10 @@ class Scheduler:
             return
         running = _Running(point_run, None, time.time(), lock, job)
         # A killed sweep may have submitted a job without recording it.
-        is_submitted = point_run.last_attempt.get("status", 0) in (None, _STARTED)
-        if self._resubmit or not (is_submitted and self._engine.is_asynchronous(point_run.point)):
+        is_submitted = point_run.last_attempt.get("status", 0) in (None, STARTED)
+        if not (is_submitted and self._engine.is_asynchronous(point_run.point)):
             running.query_time = time.time()
-            self._record(running, _STARTED)
+            self._record(running, STARTED)
             command = self._engine.command(point_run.point, self.point_runs, job)
             with open(point_run.log, "ab") as log:
                 log.write(f"$ {shlex.join(command)}\n".encode())

@@ -1,0 +1,145 @@
+"""Folders of points: their attempts, logs and outputs, on this machine and on object storage."""
+
+import fcntl
+import itertools
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+from bert_jax import storage
+from bert_jax.config.schema import Config
+from bert_jax.errors import EXIT_INTERRUPTED
+from bert_jax.runs import checkpoint, workdir
+from bert_jax.storage import files
+from bert_jax.tools.launch.request import job_name
+from bert_jax.tools.sweep.points import RUNS, Point
+
+ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
+# Status of an attempt until its end is recorded, which a kill of the sweep can prevent; that of a job that was
+# submitted is None.
+STARTED = "started"
+
+
+class Runs:
+    """The folders of the points of all sweeps.
+
+    Attributes:
+        folder: the folder on this machine. For a URL it is `runs/sweeps/gs/BUCKET/…`, which has the attempts,
+            the logs and the small files of the outputs.
+        url: the folder of the outputs on object storage; "" if they are in `folder`.
+    """
+
+    def __init__(self, where: str | os.PathLike):
+        self.url = str(where).rstrip("/") if storage.is_remote(where) else ""
+        local = pathlib.Path(RUNS, self.url.replace("://", "/")) if self.url else where
+        self.folder = pathlib.Path(local).absolute()
+
+    def pull(self) -> None:
+        """Fetch from object storage the attempts of points that another machine has completed."""
+        urls = storage.glob(f"{self.url}/*/{ATTEMPTS}") if self.url else []
+        paths = [self.folder.joinpath(*url.split("/")[-2:]) for url in urls]
+        new = [(url, path) for url, path in zip(urls, paths, strict=True) if not path.exists()]
+        storage.download([url for url, _ in new], [path for _, path in new])
+
+
+class PointRun:
+    """The folder of a point, with its attempts, log and output.
+
+    Attributes:
+        out: path or URL of the output, for commands.
+        files: folder on this machine with the output, or with its small files after `fetch`.
+    """
+
+    def __init__(self, point: Point, runs: Runs, data: Any):
+        self.point, self.digest = point, point.digest(data)
+        self._runs, self._data = runs, data
+        self._find()
+
+    def run_of(self, point: Point) -> "PointRun":
+        """Return the folder of another point."""
+        return PointRun(point, self._runs, self._data)
+
+    def _find(self) -> None:
+        folder = self._runs.folder
+        existing = sorted(folder.glob(f"*-{self.digest}"))  # perhaps by another sweep's name
+        name = re.sub(r"[^\w.-]+", ".", self.point.name)
+        self.folder = existing[0] if existing else folder / f"{name}-{self.digest}"
+        self.files, self.log = self.folder / OUT, self.folder / LOG
+        self._url = f"{self._runs.url}/{self.folder.name}" if self._runs.url else ""
+        self.out = f"{self._url}/{OUT}" if self._url else str(self.files)
+
+    def create_folder(self) -> None:
+        """Create the folder, or use the one that another sweep has created since."""
+        runs = self._runs.folder
+        message = f"cannot use the folder {runs}"
+        with files.one_line_errors(message), files.open_lock(runs / files.LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._find()
+            self.folder.mkdir(exist_ok=True)
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return all starts so far, each with its last status."""
+        lines = workdir.read_lines(self.folder / ATTEMPTS)
+        pairs = itertools.pairwise([*lines, {"status": STARTED}])
+        return [last for last, following in pairs if following["status"] == STARTED]
+
+    def add(self, **attempt: Any) -> None:
+        """Record that an attempt has started, was submitted, or has ended."""
+        with open(self.folder / ATTEMPTS, "a") as file:
+            file.write(json.dumps(attempt) + "\n")
+
+    def fetch(self) -> None:
+        """Copy the small files of an output on object storage to `files`."""
+        if not self._url:
+            return
+        pattern = re.compile(r"(seed_\d+/)?[\w.-]+\.jsonl?")
+        names = [name for name in storage.listing(self.out) if pattern.fullmatch(name)]
+        storage.download([f"{self.out}/{n}" for n in names], [self.files / n for n in names])
+
+    def push(self) -> None:
+        """Upload, of a point that is done, the attempts and the output of a script."""
+        if not self._url:
+            return
+        if self.point.verb == "python":
+            paths = [path for path in self.files.rglob("*") if path.is_file()]
+            names = [path.relative_to(self.files).as_posix() for path in paths]
+            storage.upload(paths, [f"{self.out}/{name}" for name in names])
+        storage.upload([self.folder / ATTEMPTS], [f"{self._url}/{ATTEMPTS}"])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the point is complete."""
+        return any(attempt["status"] == 0 for attempt in self.attempts())
+
+    @property
+    def last_attempt(self) -> dict[str, Any]:
+        """The last start; {} if there was none."""
+        return (self.attempts() or [{}])[-1]
+
+    @property
+    def job(self) -> str:
+        """The name of the job that may run: one for each attempt, as jobs that have ended keep theirs."""
+        ended = [a for a in self.attempts() if a["status"] not in (None, STARTED, EXIT_INTERRUPTED)]
+        number = f"-{len(ended) + 1}" if ended else ""
+        return f"{job_name(self.point.name, 24)}-{self.digest}{number}"
+
+    def has_ended(self) -> bool:
+        """Whether the output is that of a complete run."""
+        self.fetch()
+        if (self.files / "metrics.json").exists():
+            return True
+        if not (self.files / "config.json").exists():
+            return False
+        config = workdir.read_config(self.files)
+        steps = checkpoint.kept_steps(self.out)
+        return isinstance(config, Config) and max(steps, default=0) >= config.steps
+
+    def last_log_line(self) -> str:
+        """Return the last line of the log."""
+        try:
+            lines = self.log.read_text(errors="replace").replace("\r", "\n").splitlines()
+        except OSError:
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
