@@ -402,9 +402,17 @@ def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch, tmp_pa
         ("PENDING Resources", "", "waiting", None, "PENDING Resources"),
         ("RUNNING None", "", "running", None, "the last line"),
         ("", "FAILED|2:0", "failed", 2, "FAILED"),
-        ("", "OUT_OF_MEMORY|0:9", "failed", 137, "the last line"),
+        ("", "FAILED|0:9", "failed", 137, "the last line"),
+        (
+            "",
+            "NODE_FAIL|1:0",
+            "failed",
+            None,
+            "NODE_FAIL",
+        ),  # may pass, unlike the program's status 1
+        ("", "RUNNING|0:0", "lost", None, "left the queue"),  # the accounting lags
         ("", "FAILED|1:0\nCOMPLETED|0:0", "done", 0, ""),
-        ("", "CANCELLED by 1000|0:15", "stopped", 143, "CANCELLED"),
+        ("", "CANCELLED by 1000|0:15", "stopped", None, "CANCELLED"),
         ("", "", "lost", None, "left the queue"),  # a cluster without accounting
         ("exit 1", "", "unknown", None, "squeue exited with status 1"),
     ],
@@ -438,7 +446,10 @@ def test_logs_and_stop_of_a_slurm_job(programs, capsys, request):
     assert [call[4:] for call in programs.calls()] == [[str(pathlib.Path.cwd() / "one-1.out")]]
     assert cli.main(["launch", "stop", "one"]) == 0
     assert programs.calls() == [["scancel", "--name=one"]]
+    programs.program("sacct")
     assert jobs.ask("one").kind == "stopped"
+    programs.program("squeue", "echo RUNNING")  # scancel has failed
+    assert jobs.ask("one").kind == "running"
     assert cli.main([*command[:1], "--detach", *command[1:]]) == 2
     assert "--detach" in capsys.readouterr().err
 

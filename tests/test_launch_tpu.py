@@ -62,8 +62,10 @@ def cloud(programs, monkeypatch):
     programs.program("systemd-run", service)
     programs.program("systemctl", '[ "$1" = show ] && echo 0 || exit 1', records=False)
     programs.program("python3", records=False)  # the real one makes an environment with uv
-    for name in ("uv", "pip"):
-        programs.program(f"../home/uv/bin/{name}", records=False)
+    programs.program("../home/uv/bin/pip", records=False)
+    # A package that is not a path would come from the internet.
+    package = 'for last; do :; done; [[ "$*" != *install* || $last == ./* ]]'
+    programs.program("../home/uv/bin/uv", package, records=False)
     (programs.home / "venv" / "bin").mkdir(parents=True)
     ends = 's=$(head -n 1 "$FAKES/ends"); sed -i 1d "$FAKES/ends"; exit $s'
     run = programs.program("run", f'echo "commit $(git rev-parse HEAD)"; {ends}')

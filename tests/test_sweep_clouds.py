@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -78,9 +79,10 @@ class Sweeps:
             "TPU_SLICE_POLL_SECONDS": "0.2",
         }
 
-    def start(self, on, clouds=None):
-        """Start a sweep, or start it again, in a process of its own."""
-        folder = self.folder / on
+    def start(self, name, clouds=None, *options):
+        """Start a sweep, or start it again, in a process of its own; `name` may be an engine."""
+        on = name if name in OPTIONS else "tpu-vm"
+        folder = self.folder / name
         folder.mkdir(exist_ok=True)
         (folder / "sweep.py").write_text(SWEEP)
         environment = {
@@ -90,7 +92,8 @@ class Sweeps:
         }
         url = self.server.url
         arguments = ["sweep", folder, "--data", f"{url}/data", "--on", on, "--jobs", "2"]
-        arguments += ["--runs", f"{url}/{on}" if clouds else folder / "runs", *OPTIONS[on]]
+        arguments += ["--runs", f"{url}/{name}" if clouds else folder / "runs", *OPTIONS[on]]
+        arguments += options
         return processes.Process(
             [sys.executable, "-c", self._code, *arguments], environment, folder
         )
@@ -187,3 +190,27 @@ def test_sweep_equals_one_on_this_machine(on, sweeps, undisturbed, tmp_path):
     steps = [json.loads(line)["step"] for line in starts.read_text().splitlines()]
     assert steps[0] == 0 < steps[1]
     assert sweeps.attempts(on, "bad")[-1]["status"] == 2
+
+
+def test_slice_of_a_stopped_point_is_used_again_and_deleted(sweeps, tmp_path):
+    """Of two points on one slice the user stops the first, which would run for ever; the second fails."""
+    code = '[[ $* != *data/none* ]] || exit 2; trap "exit 75" TERM; while :; do sleep 0.05; done'
+    clouds = clouds_lib.Clouds(tmp_path, ["bash", "-c", code, "bert-jax"], unreachable=0)
+    try:
+        process = sweeps.start(
+            "stopped", clouds, "--only", "model0", "--only", "bad", "--jobs", "1"
+        )
+        until(lambda: clouds.calls("bert-jax"), process)
+        (name,) = clouds.states()
+        stop = [str(sweeps.program.path), "launch", "stop", name]
+        environment = {**clouds.environment, "BERT_JAX_LAUNCH": str(sweeps.folder / "stopped/jobs")}
+        subprocess.run(stop, env=environment, check=True, timeout=60)
+        _, error = process.communicate()
+    finally:
+        clouds.close()
+    assert process.returncode == 1
+    assert "launch stop`: model0" in error
+    assert "bad failed: " in error
+    assert [call[5] for call in clouds.calls("gcloud") if call[4] == "create"] == [name]
+    assert not clouds.states()
+    assert "slices that cost money" not in error

@@ -112,6 +112,8 @@ def _sweep(options) -> int | None:
         if not options.data and not options.dry_run and any(_DATA in word for word in words):
             raise UserError(f"{point.name} reads texts or tasks: add --data DIR or set {_DATA}")
         _check(f"{'--grid' if choices else selected.path}: {point.name}", point)
+    if "--keep" in options.launch:
+        raise UserError("--launch=--keep: a sweep deletes its slices when no point needs them")
     launch, price = list(options.launch), options.dollars_per_chip_hour
     if options.on == "tpu-vm" and price:
         launch.append(f"--dollars-per-chip-hour={price}")

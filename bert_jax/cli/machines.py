@@ -131,7 +131,7 @@ def _job(options) -> int:
         "status": jobs.show_status,
         "logs": jobs.show_logs,
         "stop": jobs.stop,
-        "delete": jobs.delete,
+        "delete": _delete,
     }
     what, *names = options.job
     if what not in calls or len(names) != 1:
@@ -143,6 +143,14 @@ def _job(options) -> int:
     ):
         raise UserError(f"{what} {names[0]} takes no options and no command")
     return calls[what](names[0])
+
+
+def _delete(name: str) -> int:
+    from bert_jax.tools.launch import jobs
+
+    if error := jobs.delete(name):
+        raise UserError(f"{name}: {error}")
+    return 0
 
 
 def _launched(options) -> Any:

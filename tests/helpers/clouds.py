@@ -182,6 +182,10 @@ def _worker(state, tool, words, arguments):
     if words[:1] == ["venv"]:  # python3 -m venv FOLDER, uv venv … FOLDER
         os.makedirs(words[-1], exist_ok=True)
         os.symlink(f"{state['folder']}/worker", f"{words[-1]}/bin")
+    elif (
+        tool == "uv"
+    ):  # pip install … PACKAGE, which would come from the internet if it were no path
+        return 0 if words[-1].startswith((".", "/")) else 1
     elif tool in programs:
         command = [*programs[tool], *arguments]
         return lambda: os.execvp(command[0], command)

@@ -14,11 +14,12 @@ from typing import Any
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, InUse, UserError
 from bert_jax.storage import files
 from bert_jax.tools.launch.engines import ENGINES, SUBMITTED
-from bert_jax.tools.launch.engines.base import State, python_command, state_folder
+from bert_jax.tools.launch.engines.base import State, python_command, query, state_folder
 from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, run, say
 
 # The record of a job, its output, and a mark that its user has stopped it.
 _FILE, _LOG, _STOPPED = "job.json", "log", "stopped"
+_DELETE_SECONDS = 900
 
 
 def start(on: str, name: str, plan: Plan) -> int:
@@ -26,6 +27,7 @@ def start(on: str, name: str, plan: Plan) -> int:
     folder = state_folder(name)
     with _job_lock(folder, name):
         _check_name(on, folder, name, plan)
+        (folder / _STOPPED).unlink(missing_ok=True)
         log = folder / _LOG
         if log.exists() and not os.path.samestat(log.stat(), os.fstat(1)):
             log.unlink()  # of an earlier launcher
@@ -36,12 +38,15 @@ def start(on: str, name: str, plan: Plan) -> int:
             **{key: getattr(plan, key) for key in ("folder", "query", "logs", "stop", "delete")},
         }
         files.write_json(folder / _FILE, job)
-        (folder / _STOPPED).unlink(missing_ok=True)
-        status = EXIT_USER_ERROR
         try:
             status = run(plan)
-        finally:
-            files.write_json(folder / _FILE, job | {"ended": status})
+        except BaseException:
+            files.write_json(folder / _FILE, job | {"ended": EXIT_USER_ERROR, "failed": True})
+            raise
+        are_deleted = plan.teardown and status != EXIT_INTERRUPTED
+        files.write_json(
+            folder / _FILE, job | {"ended": status} | ({"delete": ()} if are_deleted else {})
+        )
     if on in SUBMITTED:
         about = "bert-jax launch"
         say(f"state: {about} status {name}; output: {about} logs {name}; stop: {about} stop {name}")
@@ -52,22 +57,32 @@ def start(on: str, name: str, plan: Plan) -> int:
 def _job_lock(folder: pathlib.Path, name: str) -> Iterator[None]:
     with files.one_line_errors(f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with files.lock_folder(folder):
-            yield
-    except InUse:
-        raise UserError(
-            f"a launcher of {name} is running: see `bert-jax launch status {name}`, or choose "
-            "another --name"
-        ) from None
+    deadline = time.monotonic() + 1  # `_is_running` has the lock for a moment
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(files.lock_folder(folder))
+                break
+            except InUse:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"a launcher of {name} is running: see `bert-jax launch status {name}`, or "
+                        "choose another --name"
+                    ) from None
+                time.sleep(0.05)
+        yield
 
 
 def _check_name(on: str, folder: pathlib.Path, name: str, plan: Plan) -> None:
-    """Check that no active job of this name writes to another folder: `stop` would end both."""
-    if on not in SUBMITTED or not (folder / _FILE).exists():
-        return
-    other = json.loads((folder / _FILE).read_text()).get("folder")
-    if other != plan.folder and ask(name).kind in ("waiting", "running"):
+    """Check that no active job, and no machines, of this name are others: `stop` would end both."""
+    record = json.loads((folder / _FILE).read_text()) if (folder / _FILE).exists() else {}
+    if record.get("delete") and [*record["delete"]] != [*plan.delete]:
+        raise UserError(
+            f"other machines of the name {name} may exist: choose another --name, or delete them with "
+            f"`bert-jax launch delete {name}`"
+        )
+    other = record.get("folder", plan.folder)
+    if on in SUBMITTED and other != plan.folder and ask(name).kind in ("waiting", "running"):
         raise UserError(
             f"a job {name} that writes to {other} is queued or running: choose another --name, or "
             f"stop it with `bert-jax launch stop {name}`"
@@ -124,14 +139,16 @@ def _is_running(folder: pathlib.Path) -> bool:
 def ask(name: str) -> State:
     """Return the state of a job: what its engine says, or, of a local one, what its launcher recorded."""
     folder, job = _read(name)
-    if was_stopped(name):
-        return State("stopped")
     if job["on"] != "local":
-        return ENGINES[job["on"]].ask(name, job["query"])
-    if _is_running(folder):
-        return State("running")
-    status = job.get("ended")
-    return State("lost" if status is None else "failed" if status else "done", status)
+        state = ENGINES[job["on"]].ask(name, job["query"])
+    elif _is_running(folder):
+        state = State("running")
+    else:
+        status = job.get("ended")
+        state = State("lost" if status is None else "failed" if status else "done", status)
+    if state.kind in ("failed", "lost") and was_stopped(name):
+        state = state._replace(kind="stopped")
+    return state
 
 
 def show_status(name: str) -> int:
@@ -183,7 +200,8 @@ def stop(name: str) -> int:
     folder, job = _read(name)
     (folder / _STOPPED).touch()
     if _is_running(folder):
-        os.kill(job["launcher"], signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job["launcher"], signal.SIGTERM)
         say(f"waiting for the launcher (pid {job['launcher']})")
         deadline = time.monotonic() + STOP_SECONDS + 30
         while _is_running(folder):
@@ -199,23 +217,35 @@ def was_stopped(name: str) -> bool:
     return (state_folder(name) / _STOPPED).exists()
 
 
-def has_machines(name: str) -> bool:
-    """Whether a job of this name may have left machines that cost money."""
-    path = state_folder(name) / _FILE
-    return path.exists() and bool(json.loads(path.read_text()).get("delete"))
+def is_launched(name: str) -> bool:
+    """Whether a launcher of a job is running."""
+    folder = state_folder(name)
+    return folder.exists() and _is_running(folder)
 
 
-def delete(name: str) -> int:
-    """Delete the machines of a job that has ended, or was launched with --keep."""
-    folder, job = _read(name)
-    if _is_running(folder):
-        raise UserError(f"a launcher of {name} is running: run `bert-jax launch stop {name}` first")
-    if not job.get("delete"):
-        raise UserError(f"{name}: --on {job['on']} deletes its machines itself")
-    status = _call(job["delete"])
-    if not status:
+def has_ended(name: str) -> bool:
+    """Whether the last launcher of a job has seen its end, and did not fail itself."""
+    return not _read(name)[1].get("failed")
+
+
+def with_machines(prefix: str) -> list[str]:
+    """Return the names that begin like this of jobs whose machines may exist, and cost money."""
+    paths = sorted(state_folder(prefix).parent.glob(f"{prefix}*/{_FILE}"))
+    return [path.parent.name for path in paths if json.loads(path.read_text()).get("delete")]
+
+
+def delete(name: str) -> str:
+    """Delete the machines of a job that has ended; return "", or why they may still exist."""
+    folder, _ = _read(name)
+    with _job_lock(folder, name):
+        _, job = _read(name)
+        if not job.get("delete"):
+            return f"no machines of {name} are known"
+        _, error = query(job["delete"], _DELETE_SECONDS)
+        if error and "NOT_FOUND" not in error:
+            return f"{error}; try again with `bert-jax launch delete {name}`"
         files.write_json(folder / _FILE, job | {"delete": ()})
-    return status
+    return ""
 
 
 def _call(command: Sequence[str]) -> int:

@@ -174,8 +174,10 @@ def run(plan: Plan) -> int:
 def _is_confirmed(command: Sequence[str]) -> bool:
     if not command:
         return True
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.split("\n")[0].strip() == "0"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, timeout=120)
+        return done.stdout.split(b"\n")[0].strip() == b"0"
+    return False
 
 
 def first_wait_seconds() -> float:

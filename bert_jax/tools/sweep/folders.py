@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 import re
+import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from bert_jax import storage
@@ -20,6 +22,7 @@ ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
 # Status of an attempt until its end is recorded, which a kill of the sweep can prevent; that of a job that was
 # submitted is None.
 STARTED = "started"
+_OPEN = (None, STARTED, EXIT_INTERRUPTED)
 
 
 class Runs:
@@ -36,12 +39,35 @@ class Runs:
         local = pathlib.Path(RUNS, self.url.replace("://", "/")) if self.url else where
         self.folder = pathlib.Path(local).absolute()
 
-    def pull(self) -> None:
-        """Fetch from object storage the attempts of points that another machine has completed."""
+    def pull(self) -> set[str]:
+        """Fetch the attempts of points that another machine has completed; return the names of all these."""
         urls = storage.glob(f"{self.url}/*/{ATTEMPTS}") if self.url else []
-        paths = [self.folder.joinpath(*url.split("/")[-2:]) for url in urls]
-        new = [(url, path) for url, path in zip(urls, paths, strict=True) if not path.exists()]
-        storage.download([url for url, _ in new], [path for _, path in new])
+        names = [url.split("/")[-2] for url in urls]
+        for name, url in zip(names, urls, strict=True):
+            if not _is_done(_attempts(self.folder / name)):
+                storage.download([url], [self.folder / name / ATTEMPTS])
+        return {*names}
+
+    def unfinished(self, on: str) -> dict[str, str]:
+        """Return the job on an engine, by digest, of each point whose last attempt may run."""
+        found = []
+        for path in self.folder.glob(f"*/{ATTEMPTS}"):
+            last = (_attempts(path.parent) or [{}])[-1]
+            if last.get("on") == on and last["status"] in _OPEN:
+                found.append((last["begun"], last["job"], path.parent.name.rpartition("-")[2]))
+        newest = {job: digest for _, job, digest in sorted(found)}
+        return {digest: job for job, digest in newest.items()}
+
+
+def _attempts(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Return all starts of a point so far, each with its last status."""
+    lines = workdir.read_lines(folder / ATTEMPTS)
+    pairs = itertools.pairwise([*lines, {"status": STARTED}])
+    return [last for last, following in pairs if following["status"] == STARTED]
+
+
+def _is_done(attempts: Sequence[dict[str, Any]]) -> bool:
+    return any(attempt["status"] == 0 for attempt in attempts)
 
 
 class PointRun:
@@ -81,9 +107,7 @@ class PointRun:
 
     def attempts(self) -> list[dict[str, Any]]:
         """Return all starts so far, each with its last status."""
-        lines = workdir.read_lines(self.folder / ATTEMPTS)
-        pairs = itertools.pairwise([*lines, {"status": STARTED}])
-        return [last for last, following in pairs if following["status"] == STARTED]
+        return _attempts(self.folder)
 
     def add(self, **attempt: Any) -> None:
         """Record that an attempt has started, was submitted, or has ended."""
@@ -98,20 +122,22 @@ class PointRun:
         names = [name for name in storage.listing(self.out) if pattern.fullmatch(name)]
         storage.download([f"{self.out}/{n}" for n in names], [self.files / n for n in names])
 
-    def push(self) -> None:
-        """Upload, of a point that is done, the attempts and the output of a script."""
-        if not self._url:
-            return
-        if self.point.verb == "python":
+    def push_output(self) -> None:
+        """Upload the output of a script, which has written it on this machine."""
+        if self._url and self.point.verb == "python":
             paths = [path for path in self.files.rglob("*") if path.is_file()]
             names = [path.relative_to(self.files).as_posix() for path in paths]
             storage.upload(paths, [f"{self.out}/{name}" for name in names])
-        storage.upload([self.folder / ATTEMPTS], [f"{self._url}/{ATTEMPTS}"])
+
+    def push(self) -> None:
+        """Upload the attempts of a point that is done."""
+        if self._url:
+            storage.upload([self.folder / ATTEMPTS], [f"{self._url}/{ATTEMPTS}"])
 
     @property
     def is_done(self) -> bool:
         """Whether the point is complete."""
-        return any(attempt["status"] == 0 for attempt in self.attempts())
+        return _is_done(self.attempts())
 
     @property
     def last_attempt(self) -> dict[str, Any]:
@@ -119,11 +145,20 @@ class PointRun:
         return (self.attempts() or [{}])[-1]
 
     @property
+    def is_open(self) -> bool:
+        """Whether the job of the last attempt may run."""
+        return self.last_attempt.get("status", 0) in _OPEN
+
+    @property
+    def job_name(self) -> str:
+        """How the names of jobs begin."""
+        return f"{job_name(self.point.name, 24)}-{self.digest}"
+
+    @property
     def job(self) -> str:
-        """The name of the job that may run: one for each attempt, as jobs that have ended keep theirs."""
-        ended = [a for a in self.attempts() if a["status"] not in (None, STARTED, EXIT_INTERRUPTED)]
-        number = f"-{len(ended) + 1}" if ended else ""
-        return f"{job_name(self.point.name, 24)}-{self.digest}{number}"
+        """The name of the job that may run, or a new one: jobs that have ended keep theirs."""
+        last = self.last_attempt if self.is_open else {}
+        return last.get("job") or f"{self.job_name}-{secrets.token_hex(2)}"
 
     def has_ended(self) -> bool:
         """Whether the output is that of a complete run."""
@@ -137,9 +172,10 @@ class PointRun:
         return isinstance(config, Config) and max(steps, default=0) >= config.steps
 
     def last_log_line(self) -> str:
-        """Return the last line of the log."""
+        """Return the last line of the log, without those of the launcher if there are others."""
         try:
             lines = self.log.read_text(errors="replace").replace("\r", "\n").splitlines()
         except OSError:
             return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        lines = [line.strip() for line in reversed(lines) if line.strip()]
+        return next((line for line in lines if not line.startswith("launch: ")), "".join(lines[:1]))

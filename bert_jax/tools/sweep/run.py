@@ -55,6 +55,7 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine) -> int:
         received = stack.enter_context(signals())
         display = stack.enter_context(Display(scheduler))
         handled = 0
+        stack.callback(_list_slices, scheduler)
         while True:
             scheduler.update()
             display.show()
@@ -92,22 +93,28 @@ def dry_run(
 
 def _conclude(scheduler: Scheduler, interrupted: bool) -> int:
     state = scheduler.state
-    failed, blocked, done = (
-        [name for name in state if state[name] == kind] for kind in ("failed", "blocked", "done")
+    failed, blocked, stopped, done = (
+        [name for name in state if state[name] == kind]
+        for kind in ("failed", "blocked", "stopped", "done")
     )
     for name in failed:
         point_run = scheduler.point_runs[name]
         print(f"{name} failed: {point_run.last_log_line()} ({point_run.log})", file=sys.stderr)
     if blocked:
-        print(f"not run because a dependency failed: {', '.join(blocked)}", file=sys.stderr)
+        print(f"not run because a dependency has not: {', '.join(blocked)}", file=sys.stderr)
+    if stopped and not interrupted:
+        print(f"stopped by `bert-jax launch stop`: {', '.join(stopped)}", file=sys.stderr)
     print(f"{len(done)} of {len(state)} points done", file=sys.stderr)
-    if interrupted and scheduler.slices:
-        print(
-            f"slices that remain, run and cost money: {', '.join(scheduler.slices)}; for each, "
-            "`bert-jax launch stop NAME` stops the run and `bert-jax launch delete NAME` deletes it",
-            file=sys.stderr,
-        )
     if interrupted:
         print("stopped; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 1 if failed else 0
+    return 0 if len(done) == len(state) else 1
+
+
+def _list_slices(scheduler: Scheduler) -> None:
+    if names := scheduler.slices:
+        print(
+            f"slices that cost money remain: {', '.join(names)}. The same sweep uses them again; "
+            "`bert-jax launch stop NAME` stops a run, `bert-jax launch delete NAME` deletes a slice",
+            file=sys.stderr,
+        )

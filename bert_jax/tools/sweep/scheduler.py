@@ -1,7 +1,6 @@
 """Execution of points: folders, engines, and the order."""
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -10,16 +9,17 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from bert_jax.data.workers import cores
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, InUse, UserError
 from bert_jax.storage import files
 from bert_jax.tools.launch import jobs
 from bert_jax.tools.launch.engines import SUBMITTED
-from bert_jax.tools.launch.engines.base import State, python_command
+from bert_jax.tools.launch.engines.base import FINAL, State, python_command
 from bert_jax.tools.launch.plan import KILLED, exit_status, first_wait_seconds, signal_group
 from bert_jax.tools.sweep.folders import STARTED, PointRun, Runs
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
@@ -29,8 +29,7 @@ LAUNCHED = ("pretrain", "finetune")
 # Maximum number of restarts of a preempted run (exit status 75), and of a job that was lost or failed for a
 # reason that may pass.
 _RESTARTS, _RETRIES = 100, 3
-# Exit statuses of a job that would fail again.
-_FINAL = (EXIT_NEGATIVE, EXIT_USER_ERROR)
+_UPLOAD_SECONDS = 10.0  # until what could not be uploaded is tried again
 
 
 class Engine(NamedTuple):
@@ -59,7 +58,7 @@ class Engine(NamedTuple):
         if not self.is_launched(point):
             return [*python_command(), *command]
         is_on_slice = self.on == "tpu-vm"
-        job = job or ("slice" if is_on_slice else point_run.job)
+        job = job or ("slice" if is_on_slice else point_run.job_name)
         options = ["--on", self.on, "--name", job, *self.options_of(point.verb)]
         options += ["--keep"] if is_on_slice else []
         return [*python_command(), "launch", *options, "--", *command]
@@ -84,62 +83,88 @@ class Engine(NamedTuple):
         return self.on in SUBMITTED and self.is_launched(point)
 
 
+class _Call:
+    """A call in a thread, which does not keep the process from ending.
+
+    Attributes:
+        result: what the function returned; None until then.
+    """
+
+    def __init__(self, function: Callable[[str], Any], argument: str):
+        self.result: Any = None
+
+        def run() -> None:
+            self.result = function(argument)
+
+        threading.Thread(target=run, daemon=True).start()
+
+
+def _ask(job: str) -> State:
+    try:
+        return jobs.ask(job)
+    except UserError as error:  # it was not launched from this machine
+        return State("lost", text=str(error))
+    except Exception as error:  # an answer that cannot be read
+        return State("unknown", text=repr(error))
+
+
+def _delete(job: str) -> str:
+    try:
+        return jobs.delete(job)
+    except UserError as error:
+        return str(error)
+
+
 class _Slices:
     """Slices of Cloud TPU VMs, each of which runs one point after the other, as a queue for one takes hours.
 
     Args:
         name: how the names of slices begin; a kind and a number follow.
-        jobs: maximum number of slices of a kind.
-        unfinished: slice of each point, by name, that an earlier sweep has started and that may run.
+        count: maximum number of slices of a kind.
+        of: slice of each point, by digest, that an earlier sweep has started and that may run.
     """
 
-    def __init__(self, name: str, jobs: int, unfinished: dict[str, str]):
-        self._name, self._jobs, self.of = name, jobs, unfinished
-        self._deleting: dict[str, subprocess.Popen] = {}
+    def __init__(self, name: str, count: int, of: dict[str, str]):
+        self._name, self._count, self.of = name, count, of
+        self.broken: set[str] = set()  # slices on which a run may go on that is not followed
+        self._deleting: dict[str, _Call] = {}
         self._left: set[str] = set()  # slices that could not be deleted
 
-    def _unused(self, kind: str) -> list[str]:
+    def _is_unused(self, name: str) -> bool:
         used = {*self.of.values(), *self._deleting, *self._left}
-        names = [f"{self._name}{kind}-{i}" for i in range(self._jobs)]
-        return [name for name in names if name not in used]
+        return name not in used and not jobs.is_launched(name)
 
-    def take(self, point: str, kind: str) -> str:
+    def take(self, digest: str, kind: str) -> str:
         """Return the slice of a point, if possible one that exists; "" if all are in use."""
-        unused = sorted(self._unused(kind), key=lambda name: not jobs.has_machines(name))
-        if name := self.of.get(point) or next(iter(unused), ""):
-            self.of[point] = name
+        names = [f"{self._name}{kind}-{i}" for i in range(self._count)]
+        unused = [name for name in names if self._is_unused(name) and name not in self.broken]
+        unused.sort(key=lambda name: name not in self.all())
+        if name := self.of.get(digest) or next(iter(unused), ""):
+            self.of[digest] = name
         return name
 
-    def delete_idle(self, kind: str, waiting: int) -> None:
-        """Begin to delete slices that exist and that no point uses, but for one per waiting point."""
-        for name in list(filter(jobs.has_machines, self._unused(kind)))[waiting:]:
-            print(f"{name}: deleting the slice, which is no longer needed", file=sys.stderr)
-            command = [*python_command(), "launch", "delete", name]
-            self._deleting[name] = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+    def all(self) -> list[str]:
+        """Return the slices of this sweep, or of an earlier start of it, that may exist."""
+        return jobs.with_machines(f"{self._name}-")
 
-    def are_deleted(self) -> bool:
-        """Whether all deletions have ended; a line names each that failed."""
-        for name, process in list(self._deleting.items()):
-            if process.poll() is None:
-                return False
-            del self._deleting[name]
-            _, error = process.communicate()
-            if process.returncode:
+    def delete_idle(self, waiting: Mapping[str, int]) -> bool:
+        """Delete slices that no point uses, but for one per waiting point of their kind.
+
+        Returns:
+            Whether all deletions that have begun have ended.
+        """
+        kept = collections.Counter()
+        for name in filter(self._is_unused, self.all()):
+            kind = name.removeprefix(self._name).rpartition("-")[0]
+            kept[kind] += name not in self.broken
+            if name in self.broken or kept[kind] > waiting.get(kind, 0):
+                print(f"{name}: deleting the slice", file=sys.stderr, flush=True)
+                self._deleting[name] = _Call(_delete, name)
+        for name in [name for name, call in self._deleting.items() if call.result is not None]:
+            if error := self._deleting.pop(name).result:
                 self._left.add(name)
-                reason = (error.strip().splitlines() or [""])[-1]
-                print(
-                    f"{name}: the slice was not deleted and costs money: run `bert-jax launch delete "
-                    f"{name}` ({reason})",
-                    file=sys.stderr,
-                )
-        return True
+                print(f"{name}: the slice was not deleted: {error}", file=sys.stderr, flush=True)
+        return not self._deleting
 
 
 @dataclasses.dataclass
@@ -149,17 +174,11 @@ class _Running:
     start_time: float
     lock: contextlib.ExitStack
     job: str  # name of the job or slice
-    query_time: float = 0.0  # time of the last answer about the job
+    query_time: float = 0.0  # time of the last answer about the job, or of the last upload
     num_misses: int = 0  # number of queries in a row that did not find it; after two it is lost
-    answer: concurrent.futures.Future[State] | None = None  # to a query that was sent
+    answer: _Call | None = None  # to a query that was sent
     note: str = ""  # the last line of the last answer
-
-
-def _ask(job: str) -> State:
-    try:
-        return jobs.ask(job)
-    except UserError as error:  # it was not launched from this machine
-        return State("lost", text=str(error))
+    is_complete: bool = False  # what object storage lacks of its output is uploaded
 
 
 class Scheduler:
@@ -191,22 +210,25 @@ class Scheduler:
         self.state: dict[str, str] = {}
         self._engine, self._done = engine, done
         self._running: dict[str, _Running] = {}
-        self._restarts, self._retries = collections.Counter[str](), collections.Counter[str]()
+        self._restarts = collections.Counter[str]()
         self._not_before: dict[str, float] = {}  # time of the next attempt
         self._in_use: set[str] = set()  # points reported as waiting for another process
-        self._is_stopping = False
-        self._queries = concurrent.futures.ThreadPoolExecutor(4)
-        runs.pull()
-        unfinished: dict[str, str] = {}
+        self._is_stopping = self._are_deleted = False
+        pulled, unfinished = runs.pull(), runs.unfinished("tpu-vm")
+        self._slices = _Slices(name, engine.jobs if engine.on == "tpu-vm" else 0, unfinished)
         for point in points:
             point_run = PointRun(point, runs, args.data)
             self.point_runs[point.name], self.state[point.name] = point_run, "waiting"
-            last = point_run.last_attempt
+            on = point_run.last_attempt.get("on", engine.on)
             if point_run.is_done:
+                if point_run.folder.name not in pulled:
+                    point_run.push()
                 self._finish(point_run)
-            elif last.get("on") == "tpu-vm" and last["status"] in (STARTED, EXIT_INTERRUPTED):
-                unfinished[point.name] = last["job"]
-        self._slices = _Slices(name, engine.jobs if engine.on == "tpu-vm" else 0, unfinished)
+            elif point_run.is_open and "local" not in (on, engine.on) and on != engine.on:
+                raise UserError(
+                    f"{point.name}: its job {point_run.job} on {on} may run: give --on {on}, or stop it "
+                    f"with `bert-jax launch stop {point_run.job}` and remove {point_run.folder}"
+                )
 
     def stop(self) -> None:
         """Start nothing more, and signal local processes to save and exit."""
@@ -226,13 +248,14 @@ class Scheduler:
     @property
     def is_over(self) -> bool:
         """Whether nothing runs and nothing more can start."""
-        is_idle = not self._running and (self._is_stopping or "waiting" not in self.state.values())
-        return is_idle and self._slices.are_deleted()
+        if self._running:
+            return False
+        return self._is_stopping or (self._are_deleted and "waiting" not in self.state.values())
 
     @property
     def slices(self) -> list[str]:
-        """Slices of points that have not ended, which the same sweep takes up again."""
-        return sorted({*self._slices.of.values()})
+        """Slices that may exist, and cost money."""
+        return self._slices.all()
 
     def note(self, name: str) -> str:
         """Return the last line of what is known of a running point."""
@@ -242,7 +265,10 @@ class Scheduler:
     def update(self) -> None:
         """Handle points that have ended and start those that are ready."""
         for name, running in list(self._running.items()):
-            if running.process is None:
+            if running.is_complete:
+                if time.time() - running.query_time > _UPLOAD_SECONDS:
+                    self._complete(name, running)
+            elif running.process is None:
                 self._query(name, running)
             elif running.process.poll() is not None:
                 self._ended(name, running, exit_status(running.process))
@@ -263,8 +289,7 @@ class Scheduler:
             for name, point_run in self.point_runs.items()
             if self.state[name] == "waiting" and self._engine.is_launched(point_run.point)
         )
-        for kind in {self._engine.slice_kind(verb) for verb in LAUNCHED}:
-            self._slices.delete_idle(kind, waiting[kind])
+        self._are_deleted = self._slices.delete_idle(waiting)
 
     def _start(self, name: str, point_run: PointRun) -> None:
         point_run.create_folder()
@@ -276,18 +301,19 @@ class Scheduler:
                 self._in_use.add(name)
                 print(f"{name}: waiting: {error}", file=sys.stderr, flush=True)
             return
-        is_on_slice = self._engine.on == "tpu-vm" and self._engine.is_launched(point_run.point)
-        kind = self._engine.slice_kind(point_run.point.verb)
-        job = self._slices.take(name, kind) if is_on_slice else point_run.job
-        if point_run.is_done or not job:
+        if point_run.is_done:
             lock.close()
-            if job:
-                self._finish(point_run)
+            self._finish(point_run)
+            return
+        job = point_run.job
+        if self._engine.on == "tpu-vm" and self._engine.is_launched(point_run.point):
+            job = self._slices.take(point_run.digest, self._engine.slice_kind(point_run.point.verb))
+        if not job:
+            lock.close()
             return
         running = _Running(point_run, None, time.time(), lock, job)
-        # A killed sweep may have submitted a job without recording it.
-        is_submitted = point_run.last_attempt.get("status", 0) in (None, STARTED)
-        if not (is_submitted and self._engine.is_asynchronous(point_run.point)):
+        # A sweep that was stopped or killed may have submitted a job without recording it.
+        if not (point_run.is_open and self._engine.is_asynchronous(point_run.point)):
             running.query_time = time.time()
             self._record(running, STARTED)
             command = self._engine.command(point_run.point, self.point_runs, job)
@@ -307,55 +333,89 @@ class Scheduler:
         self.state[name] = "running"
 
     def _ended(self, name: str, running: _Running, status: int) -> None:
-        if self._engine.is_asynchronous(running.point_run.point) and status == 0:
-            self._record(running, None)  # submitted
-            running.process = None
+        """Handle the end of a process."""
+        is_launched = self._engine.is_launched(running.point_run.point)
+        if self._engine.is_asynchronous(running.point_run.point) and status != EXIT_USER_ERROR:
+            if status == 0:
+                self._record(running, None)  # submitted
+            running.process = None  # after any other status the job may exist
+            if self._is_stopping:
+                self._release(name, "stopped")
             return
-        self._record(running, status)
-        state = "failed" if status else "done"
-        was_stopped = self._engine.is_launched(running.point_run.point) and jobs.was_stopped(
-            running.job
-        )
-        if (self._is_stopping or was_stopped) and status in (EXIT_INTERRUPTED, *KILLED):
-            state = "stopped"
-        elif status == EXIT_INTERRUPTED and self._restarts[name] < _RESTARTS:
-            self._restarts[name] += 1
-            state = "waiting"
-        self._release(name, state)
+        if status == 0:
+            self._complete(name, running)
+            return
+        may_pass = status == EXIT_INTERRUPTED or (is_launched and status in KILLED)
+        is_stopped = self._is_stopping or (is_launched and jobs.was_stopped(running.job))
+        if is_stopped and status in (EXIT_INTERRUPTED, *KILLED):
+            self._record(running, EXIT_INTERRUPTED if is_launched else status)
+            self._release(name, "stopped")
+        else:
+            if is_launched and not may_pass and not jobs.has_ended(running.job):
+                self._slices.broken.add(running.job)
+            self._try_again(name, running, status, may_pass, _RESTARTS, "")
 
     def _query(self, name: str, running: _Running) -> None:
         """Ask for the state of a job, without waiting for the answer; handle one that has come."""
         if running.answer is None:
             interval = float(os.environ.get("BERT_JAX_SWEEP_QUERY_SECONDS", 60))
             if time.time() - running.query_time >= interval:
-                running.answer = self._queries.submit(_ask, running.job)
+                running.answer = _Call(_ask, running.job)
             return
-        if not running.answer.done():
+        if running.answer.result is None:
             return
-        state, running.answer, running.query_time = running.answer.result(), None, time.time()
+        state, running.answer, running.query_time = running.answer.result, None, time.time()
         running.note = " ".join([state.kind, *state.text.splitlines()[-1:]])
         running.num_misses = running.num_misses + 1 if state.kind == "lost" else 0
         if state.kind in ("waiting", "running", "unknown") or running.num_misses == 1:
             return
-        if state.kind == "done" or (state.kind == "lost" and running.point_run.has_ended()):
-            self._record(running, 0)
-            self._release(name, "done")
+        try:
+            is_done = state.kind == "done" or running.point_run.has_ended()
+        except UserError as error:  # the storage does not answer
+            running.note = str(error)
+            return
+        if is_done:
+            self._complete(name, running)
             return
         with open(running.point_run.log, "a") as log:
             log.write(f"{running.job}: {state.kind}: {state.text}\n")
-        self._record(running, state.status or EXIT_NEGATIVE)
         if state.kind == "stopped":
+            self._record(running, state.status or EXIT_NEGATIVE)
             self._release(name, "stopped")
-        elif state.status in _FINAL or self._retries[name] == _RETRIES:
+            return
+        status = state.status or EXIT_NEGATIVE
+        self._try_again(name, running, status, state.status not in FINAL, _RETRIES, running.note)
+
+    def _try_again(
+        self, name: str, running: _Running, status: int, may_pass: bool, limit: int, why: str
+    ) -> None:
+        """Record the end of an attempt; if its cause may pass, let the point wait for another, else fail."""
+        self._record(running, status)
+        if not may_pass or self._restarts[name] == limit:
             self._release(name, "failed")
-        else:
-            wait = first_wait_seconds() * 2 ** self._retries[name]
-            self._retries[name] += 1
-            self._not_before[name] = time.time() + wait
-            print(
-                f"{name}: {running.note}: trying again in {wait:g} s", file=sys.stderr, flush=True
-            )
-            self._release(name, "waiting")
+            return
+        wait = min(first_wait_seconds() * 2 ** self._restarts[name], 600.0)
+        if status == EXIT_INTERRUPTED and not self._restarts[name]:
+            wait = 0.0
+        self._restarts[name] += 1
+        self._not_before[name] = time.time() + wait
+        if why:
+            print(f"{name}: {why}: trying again in {wait:g} s", file=sys.stderr, flush=True)
+        self._release(name, "waiting")
+
+    def _complete(self, name: str, running: _Running) -> None:
+        """Record that a point is done, and upload what other machines need; if that fails, later again."""
+        running.is_complete, running.query_time = True, time.time()
+        try:
+            running.point_run.push_output()
+            if not running.point_run.is_done:
+                self._record(running, 0)
+            running.point_run.push()
+            running.point_run.fetch()
+        except UserError as error:
+            running.note = str(error)
+            return
+        self._release(name, "done")
 
     def _record(self, running: _Running, status: int | str | None) -> None:
         start = datetime.datetime.fromtimestamp(running.start_time, datetime.UTC)
@@ -373,13 +433,14 @@ class Scheduler:
         running = self._running.pop(name)
         running.lock.close()
         self.state[name] = state
-        if state in ("done", "failed"):
-            self._slices.of.pop(name, None)
+        if state in ("done", "failed") or (state == "stopped" and not self._is_stopping):
+            self._slices.of.pop(running.point_run.digest, None)
         if state == "done":
-            running.point_run.push()
             self._finish(running.point_run)
 
     def _finish(self, point_run: PointRun) -> None:
+        self._slices.of.pop(point_run.digest, None)
         self.state[point_run.point.name] = "done"
-        point_run.fetch()
+        if not point_run.files.exists():
+            point_run.fetch()
         self._done(point_run)

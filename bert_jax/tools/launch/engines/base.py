@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import yaml
 
 import bert_jax
-from bert_jax.errors import UserError
+from bert_jax.errors import EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
 from bert_jax.runtime.chips import CHIPS
 from bert_jax.runtime.topology import Topology, parse_topology
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[4]
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / "scripts"
 WHEEL = f"bert_jax-{bert_jax.__version__}-py3-none-any.whl"
+# Exit statuses of a command that would fail again.
+FINAL = (EXIT_NEGATIVE, EXIT_USER_ERROR)
 # Verbs that run in one process, on one machine.
 ONE_PROCESS = ("finetune", "prepare", "sweep")
-
-_QUERY_SECONDS = 120
 
 
 class Job(NamedTuple):
@@ -85,14 +85,14 @@ def has_checkout() -> bool:
     return (CHECKOUT / "configs").is_dir()
 
 
-def query(command: Sequence[str]) -> tuple[str | None, str]:
+def query(command: Sequence[str], seconds: float = 120.0) -> tuple[str | None, str]:
     """Return the output of a command and "", or None and the last line that says why it failed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=seconds)
     except FileNotFoundError:
         return None, f"{command[0]} is not on the PATH"
     except subprocess.TimeoutExpired:
-        return None, f"{shlex.join(command)} did not answer within {_QUERY_SECONDS} s"
+        return None, f"{shlex.join(command)} did not answer within {seconds:g} s"
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return None, lines[-1] if lines else f"{command[0]} exited with status {done.returncode}"

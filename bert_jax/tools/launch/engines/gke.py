@@ -4,14 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bert_jax.errors import EXIT_NEGATIVE, EXIT_USER_ERROR
 from bert_jax.runtime.chips import CHIPS_PER_VM
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
 from bert_jax.tools.launch.plan import STOP_SECONDS, Plan
-
-# Exit statuses after which a pod is not started again.
-_FINAL = (EXIT_NEGATIVE, EXIT_USER_ERROR)
 
 
 def plan(
@@ -66,7 +62,7 @@ def plan(
     if slices > 1:  # between slices, a host's own network is faster than that of Kubernetes
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     # A pod that fails fails its job, which restarts all jobs, but for statuses that are final.
-    final = {"operator": "In", "values": [*_FINAL]}
+    final = {"operator": "In", "values": [*base.FINAL]}
     slice_job = {
         "parallelism": machines,
         "completions": machines,
@@ -133,7 +129,7 @@ def ask(name: str, query: Sequence[str]) -> State:
             for container in pod.get("containerStatuses", [])
             if "terminated" in container["state"]
         ]
-        status = next((code for code in exits if code in _FINAL), max(exits, default=0))
+        status = next((code for code in exits if code in base.FINAL), max(exits, default=0))
         return State(
             "failed", status or None, f"{ended['Failed'].get('message', '')}\n{output or ''}"
         )

@@ -88,8 +88,7 @@ def plan(
     return Plan(
         files={path: base.to_yaml(task)},
         setup=[*setup, ["sky", "jobs", "launch", "--yes", "--detach-run", *extra, path]],
-        retry_statuses=frozenset({1}),
-        restarts=3,
+        retry_statuses=frozenset({1}),  # the job may have been submitted all the same
         logs=["sky", "jobs", "logs", f"--name={job.name}"],
         stop=[["sky", "jobs", "cancel", "--yes", f"--name={job.name}"]],
     )

@@ -11,6 +11,9 @@ from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
 from bert_jax.tools.launch.plan import Plan
 
+# States of jobs that the accounting has not yet seen to leave the queue.
+_UNFINISHED = ("COMPLETING", "PENDING", "REQUEUED", "RESIZING", "RUNNING", "SUSPENDED")
+
 
 def plan(
     job: Job,
@@ -73,13 +76,14 @@ def ask(name: str, query: Sequence[str]) -> State:
         return State("running" if is_active else "waiting", text=output if is_active else queued)
     of_job = [f"--name={name}", f"--starttime={since}", "--format=State,ExitCode"]
     ended, _ = base.query(["sacct", "--noheader", "--parsable2", "--allocations", *of_job])
-    if not ended:
-        return State("lost", text=f"{name} has left the queue\n{output}")
-    state, _, code = ended.splitlines()[-1].partition("|")
+    # "CANCELLED by 1000", 0:15
+    state, _, code = (ended or "").rpartition("\n")[2].partition("|")
     status, _, signal = code.partition(":")
     if state == "COMPLETED":
         return State("done", 0)
-    # "CANCELLED by 1000"
-    kind = "stopped" if state.startswith("CANCELLED") else "failed"
-    number = 128 + int(signal) if int(signal or 0) else int(status)
-    return State(kind, number or None, f"{state}\n{output}")
+    if state == "FAILED":
+        return State("failed", int(status) or 128 + int(signal), f"{state}\n{output}")
+    if not state or state in _UNFINISHED:
+        return State("lost", text=f"{name} has left the queue\n{output}")
+    kind = "stopped" if state.startswith("CANCELLED") else "failed"  # or TIMEOUT, NODE_FAIL, …
+    return State(kind, None, f"{state}\n{output}")

@@ -99,8 +99,8 @@ def ask(name: str, query: Sequence[str]) -> State:
         return State("lost" if is_gone else "waiting", text=f"the slice is {state}")
     answer, error = base.query(_state_command(name, query))
     kind, _, text = (answer or "").partition("\n")
-    if kind == "running":
-        return State("running", text=text)
+    if kind in ("waiting", "running"):
+        return State(kind, text=text)
     if not kind.isdigit():
         return State("unknown", text=error or kind)
     return State("failed" if int(kind) else "done", int(kind), text)

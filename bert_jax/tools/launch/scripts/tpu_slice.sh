@@ -27,12 +27,16 @@ failed() {
   sleep "${TPU_SLICE_POLL_SECONDS:-30}"
 }
 
-created="" shown="" failures=0
+created="" shown="" failures=0 answered=""
 while true; do
   # Without the launcher, nothing would delete the slice.
   [ "$(ps -o ppid= -p $$ 2>/dev/null || echo "$PPID")" -eq "$PPID" ] || exit 2
-  if ! state=$(queued describe --format='value(state.state)' 2>&1); then
-    [[ $state == *NOT_FOUND* ]] && state="" || state="no answer"
+  if state=$(queued describe --format='value(state.state)' 2>&1) || [[ $state == *NOT_FOUND* ]]; then
+    answered=yes
+    [[ $state != *NOT_FOUND* ]] || state=""
+  else
+    state="no answer: ${state##*$'\n'}"
+    [ -n "$answered" ] || failed
   fi
   if [ "$state" != "$shown" ]; then
     echo "launch: $name: ${state:-does not exist}" >&2

@@ -6,7 +6,8 @@
 #                                   object storage, unless that is empty; exit status 3: another job.sh
 #                                   is running
 #   tpu_worker.sh follow            print its output and return its exit status
-#   tpu_worker.sh state             print "running" or its exit status, and the last lines of its output
+#   tpu_worker.sh state             print "waiting", "running" or its exit status, and the last lines of
+#                                   its output
 #   tpu_worker.sh stop              stop it, and wait until it has saved
 #
 # A service survives the connection that started it, and receives SIGTERM on preemption. `follow`
@@ -28,16 +29,16 @@ start() {
     uv/bin/pip install --quiet uv
   fi
   [ -d venv ] || uv/bin/uv venv --quiet --python 3.12 venv
-  local package="$1"
+  local package=("./$1[cloud,tpu]") # a path: a name would be installed from the internet
   if [ "${1##*.}" = bundle ]; then
-    package=bert_jax
+    package=(--editable "./bert_jax[cloud,tpu]")
     if [ "$(git -C bert_jax rev-parse HEAD 2>/dev/null)" != "$(git bundle list-heads "$1" | cut -d ' ' -f 1)" ]; then
       rm -rf bert_jax
       git clone --quiet "$1" bert_jax
     fi
   fi
   mkdir -p bert_jax
-  uv/bin/uv pip install --quiet --python venv/bin/python "$package[cloud,tpu]"
+  uv/bin/uv pip install --quiet --python venv/bin/python "${package[@]}"
   cmp --quiet job.sh started.sh || rm -f job.log # of an earlier command
   rm -f job.status
   cp job.sh started.sh
@@ -91,6 +92,8 @@ follow() {
 state() {
   if systemctl is-active --quiet bert-jax; then
     echo running
+  elif ! cmp --quiet job.sh started.sh; then
+    echo waiting # a command is being installed
   else
     cat job.status 2>/dev/null || echo 75
   fi
