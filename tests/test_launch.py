@@ -317,7 +317,7 @@ def test_kubernetes_jobset_is_valid(accelerator, kind, shape, slices, machines, 
 # Jobs managed by name.
 
 
-def test_detached_run_can_be_queried_and_stopped(programs, capsys, monkeypatch):
+def test_detached_run_can_be_queried_and_stopped(programs, capfd, monkeypatch):
     """The run outlives the launch command, and its state and exit status are available by name."""
     program = programs.program("bert-jax", SAVES)
     code = (
@@ -331,7 +331,7 @@ def test_detached_run_can_be_queried_and_stopped(programs, capsys, monkeypatch):
 
     def launch(*arguments):
         status = cli.main(["launch", *arguments])
-        output = capsys.readouterr()
+        output = capfd.readouterr()
         return status, output.out + output.err
 
     assert launch(*command)[0] == 0
@@ -346,7 +346,7 @@ def test_detached_run_can_be_queried_and_stopped(programs, capsys, monkeypatch):
     logs.start()
     status, output = launch("stop", "one")
     logs.join()
-    output += capsys.readouterr().out
+    output += capfd.readouterr().out
     assert status == 0
     assert re.search(r"\[0\] up\n(.*\n)*\[0\] saved\n", output)
     assert "ended with status 75" in launch("status", "one")[1]

@@ -119,27 +119,37 @@ def _sweep(options) -> int | None:
         launch.append(f"--dollars-per-chip-hour={price}")
     engine = scheduler.Engine(options.on, launch, options.jobs)
     runs = folders.Runs(options.runs)
-    _check_launches(engine, [folders.PointRun(p, runs, data) for p in selected.points])
+    topology = _topology(engine, [folders.PointRun(p, runs, data) for p in selected.points])
     if options.dry_run:
-        costs = cost.of_options(engine.options_of("pretrain"), _config_of, price)
-        print(run.dry_run(selected, options.runs, engine, costs))
+
+        def estimate(points):
+            return cost.estimate(points, _config_of, topology, price) if topology else ({}, [])
+
+        print(run.dry_run(selected, options.runs, engine, estimate))
         return None
     if choices:
         grid_files.write(selected.path.parent, options.command, choices)
     return run.run(selected, options.runs, engine)
 
 
-def _check_launches(engine: Any, point_runs: list) -> None:
-    """Check the commands of the points that run on other machines before any of these is requested."""
+def _topology(engine: Any, point_runs: list) -> Any:
+    """Check the commands of points that run on other machines; return the chips of pretraining, if known."""
     from bert_jax.cli import parse
     from bert_jax.cli.machines import make_plan
+    from bert_jax.runtime.topology import parse_topology
     from bert_jax.tools.launch.engines.base import python_command
 
+    topology = None
     by_name = {point_run.point.name: point_run for point_run in point_runs}
     for point_run in point_runs:
         if engine.is_launched(point_run.point):
             command = engine.command(point_run.point, by_name)
-            make_plan(parse(command[len(python_command()) :]))
+            options = parse(command[len(python_command()) :])
+            make_plan(options)
+            if point_run.point.verb == "pretrain":
+                with contextlib.suppress(UserError):  # SkyPilot has others
+                    topology = parse_topology(getattr(options, "accelerator", "").lower())
+    return topology
 
 
 def _config_of(point: Point) -> Any:

@@ -182,17 +182,8 @@ def show_logs(name: str) -> int:
         return status
     if not has_log:
         raise UserError(f"the output of {name} is in the terminal that launched it")
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        open(folder / _LOG, errors="replace", newline="\n") as log,
-    ):
-        print(end="".join(log.readlines()[-100:]), flush=True)
-        is_running = True
-        while is_running:
-            is_running = _is_running(folder)  # before the last read
-            print(end=log.read(), flush=True)
-            time.sleep(0.2 if is_running else 0)
-    return 0
+    follow = ["tail", "-n", "100", "-F", f"--pid={job.get('launcher', 0)}", str(folder / _LOG)]
+    return _call(follow)
 
 
 def stop(name: str) -> int:

@@ -6,15 +6,15 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable, Sequence
 
 from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.storage import files
 from bert_jax.tools.launch.plan import signals
 from bert_jax.tools.launch.request import job_name
-from bert_jax.tools.sweep.cost import Costs
 from bert_jax.tools.sweep.display import Display
 from bert_jax.tools.sweep.folders import PointRun, Runs
-from bert_jax.tools.sweep.points import Sweep
+from bert_jax.tools.sweep.points import Point, Sweep
 from bert_jax.tools.sweep.results import Results, lines_of
 from bert_jax.tools.sweep.scheduler import Engine, Scheduler
 
@@ -69,26 +69,30 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine) -> int:
 
 
 def dry_run(
-    sweep: Sweep, runs: str | os.PathLike, engine: Engine, costs: Costs | None = None
+    sweep: Sweep,
+    runs: str | os.PathLike,
+    engine: Engine,
+    estimate: Callable[[Sequence[Point]], tuple[dict[str, str], list[str]]],
 ) -> str:
-    """Return a line per point: its command, or where its output is if it is done; and the costs."""
+    """Return a line per point: its command, or where its output is if it is done; and what they cost.
+
+    `estimate` returns the costs of points by name, and lines about all (`cost.estimate`).
+    """
     folders = Runs(runs)
     try:
         folders.pull()
     except UserError as error:  # a dry run needs no account
         print(f"warning: points that are done are unknown: {error}", file=sys.stderr)
     point_runs = {point.name: PointRun(point, folders, sweep.args.data) for point in sweep.points}
-    lines, to_run = [], 0
+    to_run = [each.point for each in point_runs.values() if not each.is_done]
+    costs, summary = estimate(to_run)
+    lines = []
     for name, point_run in point_runs.items():
         text = f"done, {point_run.folder}"
-        if not point_run.is_done:
-            to_run += 1
+        if point_run.point in to_run:
             text = shlex.join(engine.command(point_run.point, point_runs))
-        lines.append(f"{name}: {text}")
-        if costs and not point_run.is_done:
-            lines += costs.lines(point_run.point)
-    lines.append(f"{len(point_runs)} points, {to_run} to run")
-    return "\n".join([*lines, *(costs.total(engine.jobs) if costs else [])])
+        lines += [f"{name}: {text}", *([f"  {costs[name]}"] if name in costs else [])]
+    return "\n".join([*lines, f"{len(point_runs)} points, {len(to_run)} to run", *summary])
 
 
 def _conclude(scheduler: Scheduler, interrupted: bool) -> int:
