@@ -317,7 +317,7 @@ def test_kubernetes_jobset_is_valid(accelerator, kind, shape, slices, machines, 
 # Jobs managed by name.
 
 
-def test_detached_run_can_be_queried_and_stopped(programs, capfd, monkeypatch):
+def test_detached_run_can_be_queried_and_stopped(programs, capsys, monkeypatch):
     """The run outlives the launch command, and its state and exit status are available by name."""
     program = programs.program("bert-jax", SAVES)
     code = (
@@ -331,7 +331,7 @@ def test_detached_run_can_be_queried_and_stopped(programs, capfd, monkeypatch):
 
     def launch(*arguments):
         status = cli.main(["launch", *arguments])
-        output = capfd.readouterr()
+        output = capsys.readouterr()
         return status, output.out + output.err
 
     assert launch(*command)[0] == 0
@@ -346,7 +346,7 @@ def test_detached_run_can_be_queried_and_stopped(programs, capfd, monkeypatch):
     logs.start()
     status, output = launch("stop", "one")
     logs.join()
-    output += capfd.readouterr().out
+    output += capsys.readouterr().out
     assert status == 0
     assert re.search(r"\[0\] up\n(.*\n)*\[0\] saved\n", output)
     assert "ended with status 75" in launch("status", "one")[1]
@@ -620,6 +620,8 @@ SHORT = {
         # Accelerators
         ("{tpu-vm} --accelerator=v99-8 -- {pretrain} /w", "accelerator type"),
         ("{tpu-vm} --accelerator=tpu7x:2x2x1 -- {pretrain} /w", "choose from v4, v5e, v5p, v6e"),
+        ("--on sky --accelerator=tpu7x:2x2x1 -- {pretrain} gs://b/r", "choose from v4, v5e"),
+        ("{tpu-vm} --accelerator=v6e:2x8 -- {pretrain} gs://b/r", "accelerator types"),
         ("{gke} -- {pretrain} gs://b/r", "--accelerator for pretrain"),
         # Verbs that run in one process
         ("{tpu-vm} --accelerator=v5e-16 -- {prepare} gs://b/rows", "prepare runs in one"),

@@ -191,6 +191,7 @@ def test_tpu_worker_does_not_restart_a_running_job(cloud, programs, capfd):
 def test_tpu_vm_rejects_what_is_not_committed(checkout, capsys):
     """Workers receive the commit."""
     shutil.copy(checkout / "configs" / "pretrain.py", checkout / "configs" / "mine.py")
+    assert (checkout / "configs" / "results.jsonl").exists()
     command = ["pretrain", "--config=configs/mine.py:mini,128", "--workdir=gs://b/r"]
     arguments = ["launch", "--dry-run", "--on", "tpu-vm", *flags("tpu-vm"), "--", *command]
     try:
@@ -200,6 +201,9 @@ def test_tpu_vm_rejects_what_is_not_committed(checkout, capsys):
         with pytest.raises(UserError, match=r"configs/pretrain.py"):
             plan("tpu-vm")
         plan("sky")
+        subprocess.run(["git", "-C", checkout, "checkout", "--quiet", "."], check=True)
+        (checkout / "configs" / "results.jsonl").open("a").write("\n")  # of a sweep
+        plan("tpu-vm")
     finally:
         (checkout / "configs" / "mine.py").unlink()
         subprocess.run(["git", "-C", checkout, "checkout", "--quiet", "."], check=True)
@@ -211,7 +215,7 @@ def test_tpu_vm_rejects_what_is_not_committed(checkout, capsys):
         ("v5e:4x4,slices=2", "--node-count=2 --node-prefix=one --accelerator-type=v5litepod-16"),
         ("v4-8", "--node-id=one --accelerator-type=v4-8"),
         ("v5p:4x4x8", "--node-id=one --accelerator-type=v5p-256"),
-        ("v5p:2x4x8", "--node-id=one --type=v5p --topology=2x4x8"),
+        ("v4:2x4x8", "--node-id=one --type=v4 --topology=2x4x8"),
     ],
 )
 def test_tpu_accelerator_becomes_gcloud_arguments(accelerator, expected):

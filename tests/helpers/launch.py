@@ -39,6 +39,7 @@ def make_checkout(tmp_path_factory):
     """Return a Git checkout with a few committed files."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / "configs" / "results.jsonl").touch()
     (folder / ".gitignore").write_text("__pycache__/\n")
     git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "--quiet"], check=True)

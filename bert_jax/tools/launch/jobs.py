@@ -146,6 +146,10 @@ def ask(name: str) -> State:
     else:
         status = job.get("ended")
         state = State("lost" if status is None else "failed" if status else "done", status)
+    status = job.get("ended")
+    is_deleted = job["on"] not in SUBMITTED and not job.get("delete")
+    if state.kind == "lost" and is_deleted and status is not None:
+        state = State("failed" if status else "done", status)
     if state.kind in ("failed", "lost") and was_stopped(name):
         state = state._replace(kind="stopped")
     return state
@@ -182,8 +186,17 @@ def show_logs(name: str) -> int:
         return status
     if not has_log:
         raise UserError(f"the output of {name} is in the terminal that launched it")
-    follow = ["tail", "-n", "100", "-F", f"--pid={job.get('launcher', 0)}", str(folder / _LOG)]
-    return _call(follow)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        open(folder / _LOG, errors="replace", newline="\n") as log,
+    ):
+        print(end="".join(log.readlines()[-100:]), flush=True)
+        is_running = True
+        while is_running:
+            is_running = _is_running(folder)  # before the last read
+            print(end=log.read(), flush=True)
+            time.sleep(0.2 if is_running else 0)
+    return 0
 
 
 def stop(name: str) -> int:

@@ -137,7 +137,9 @@ def _check_tpu_vm(job: Job) -> None:
         )
     if not base.has_checkout():
         return  # they receive a wheel
-    result = _git("status", "--porcelain", "--untracked-files=no")
+    # Results are written by the sweep that launches.
+    of_code = ("--", ".", ":(exclude,glob)**/results.jsonl")
+    result = _git("status", "--porcelain", "--untracked-files=no", *of_code)
     if result.returncode:
         raise UserError(
             f"{base.CHECKOUT} is not a git checkout: --on tpu-vm sends the workers a commit"

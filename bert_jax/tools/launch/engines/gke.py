@@ -9,6 +9,8 @@ from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
 from bert_jax.tools.launch.plan import STOP_SECONDS, Plan
 
+_KEPT_SECONDS = 7 * 24 * 3600  # in which a JobSet that has ended can be asked for its state
+
 
 def plan(
     job: Job,
@@ -87,6 +89,7 @@ def plan(
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
+            "ttlSecondsAfterFinished": _KEPT_SECONDS,
             "failurePolicy": {"maxRestarts": restarts, "rules": [stop]},
             "replicatedJobs": [
                 {"name": "slice", "replicas": slices, "template": {"spec": slice_job}}

@@ -48,7 +48,7 @@ def plan(
     """
     base.check_nodes(job, nodes)
     base.check_accelerator("sky", job, accelerator)
-    is_tpu = accelerator.startswith("tpu-")
+    is_tpu = accelerator.startswith("tpu")
     resources: dict[str, Any] = {
         "use_spot": spot,
         # Preempted machines are always replaced. 75: stopped by a signal, state saved.
@@ -59,7 +59,9 @@ def plan(
     if is_tpu:  # SkyPilot's default runtime is wrong for some slices
         topology = base.tpu_topology(accelerator, vm=True)
         base.check_machines(job, accelerator, topology)
-        resources["accelerator_args"] = {"runtime_version": (topology.chip.tpu_vm or ("", ""))[1]}
+        kind, runtime = topology.chip.tpu_vm or ("", "")
+        resources["accelerators"] = f"tpu-{kind}-{topology.chips * topology.chip.cores}"
+        resources["accelerator_args"] = {"runtime_version": runtime}
     processes, setup = "", []
     if job.is_distributed:
         processes = "export BERT_JAX_DISTRIBUTED=auto\n" if is_tpu else _SKY_PROCESSES

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from bert_jax import storage
-from bert_jax.errors import EXIT_INTERRUPTED
+from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.runtime.topology import Topology, slice_shape
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
@@ -116,4 +116,9 @@ def _tpu_type(topology: Topology, kind: str) -> list[str]:
     cores = topology.chips // topology.slices * topology.chip.cores
     if slice_shape(topology.kind, cores) == topology.shape:
         return [f"--accelerator-type={kind}-{cores}"]
+    if kind != "v4":
+        raise UserError(
+            f"--accelerator {topology.name}: gcloud creates only the shapes of accelerator types, such as "
+            f"{topology.kind}-8 and -16"
+        )
     return [f"--type={kind}", f"--topology={'x'.join(map(str, topology.shape))}"]
