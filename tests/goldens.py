@@ -17,10 +17,7 @@ import tempfile
 
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    )
+    os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"] = "cpu", ""
 
 import jax
 import numpy as np
@@ -28,8 +25,11 @@ from flax import traverse_util
 
 from bert_jax.runs import checkpoint
 from tests.helpers import corpus, processes, tasks
-from tests.helpers.runs import ONE_DEVICE, command, python
+from tests.helpers.runs import command, python
 
+# The emitters of users, unlike those of conftest.py.
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+ONE_DEVICE = {**os.environ, "XLA_FLAGS": FLAGS.replace("count=8", "count=1")}
 FILE = pathlib.Path(__file__).parent / "data" / "goldens.json"
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
@@ -92,10 +92,8 @@ def pretraining(folder: pathlib.Path) -> dict[str, dict[str, str]]:
         shutil.rmtree(resumed / "checkpoints" / str(step))
     _run(command(resumed, rows, *PRETRAINING, size="L2-H32-A2", phases=",32,64"), ONE_DEVICE)
     mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "phases[1].batch_size=8")
-    _run(
-        command(eight, rows, *PRETRAINING, *mesh, size="L2-H32-A2", phases=",32,64"),
-        dict(os.environ),
-    )
+    argv = command(eight, rows, *PRETRAINING, *mesh, size="L2-H32-A2", phases=",32,64")
+    _run(argv, ONE_DEVICE | {"XLA_FLAGS": FLAGS})
     return {path.name: digest(path) for path in (whole, resumed, eight)}
 
 

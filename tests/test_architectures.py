@@ -29,7 +29,6 @@ from bert_jax.runtime import sharding
 from bert_jax.training import optim
 from tests.helpers.models import (
     assert_trees_close,
-    fast_jit,
     flat,
     gradient,
     load_tensors,
@@ -183,7 +182,7 @@ def test_causal_model_matches_transformers(build, changes):
         total, weight = losses.cross_entropy(outputs.masked_lm, asked.labels, asked.weights)
         return total / weight, outputs.states
 
-    (value, states), grads = fast_jit(jax.value_and_grad(loss, has_aux=True))(params)
+    (value, states), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     model, tensors = build(config, params)
     load_tensors(model, tensors)
     ids = torch.tensor(np.array(tokens, np.int64))
@@ -287,9 +286,9 @@ def test_scan_and_remat_match_unrolled_alternating_layers():
         )
         results.append(gradient(config)(params, batch, key))
         model = functools.partial(Bert(config).apply, outputs=("states",))
-        states.append(fast_jit(model)({"params": params}, batch.tokens, batch.layout).states)
+        states.append(jax.jit(model)({"params": params}, batch.tokens, batch.layout).states)
     ((loss, _), grads), *others = results
-    assert abs(loss - fast_jit(loss_of(quiet))(params, batch)[0]) > 1e-3
+    assert abs(loss - jax.jit(loss_of(quiet))(params, batch)[0]) > 1e-3
     for (other, _), other_grads in others:
         assert abs(loss - other) <= 1e-6
         assert_trees_close(other_grads, grads, 1e-6)

@@ -4,7 +4,7 @@ import pytest
 
 from tests import goldens
 from tests.helpers import processes
-from tests.helpers.runs import ONE_DEVICE, command
+from tests.helpers.runs import command
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def test_pretraining_matches_recorded_digests(recorded, rows, tmp_path):
         size="L2-H32-A2",
         phases=",32,64",
     )
-    processes.run(argv, env=ONE_DEVICE, check=True)
+    processes.run(argv, env=goldens.ONE_DEVICE, check=True)
     assert goldens.digest(tmp_path) == recorded["pretrain, whole"]
 
 

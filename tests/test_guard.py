@@ -19,7 +19,7 @@ from bert_jax.training import guard, optim
 from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 from bert_jax.training.log import Log
-from tests.helpers.runs import assert_same_run, final_arrays, small_phase, train_here
+from tests.helpers.runs import EMITTERS, assert_same_run, final_arrays, small_phase, train_here
 
 BAD = 17  # the number of steps before the one whose batch is poisoned
 SHORT = ("steps=30", "checkpoint.every_steps=10", "evaluate_every_steps=10")
@@ -54,6 +54,14 @@ def resume_at(step, source, folder):
     for path in (folder / "checkpoints").iterdir():
         if path.name.isdigit() and int(path.name) > step:
             shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def usual_emitters():
+    options = sharding.compiler_options
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sharding, "compiler_options", lambda mesh: options(mesh) | EMITTERS)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import zlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,6 @@ from bert_jax.model.lstm import BiLSTM
 from bert_jax.training import optim
 from tests.helpers.models import (
     assert_trees_close,
-    fast_jit,
     flat,
     gradient,
     loss_of,
@@ -35,6 +35,7 @@ from tests.helpers.models import (
     torch_bert,
     torch_inputs,
 )
+from tests.helpers.runs import EMITTERS
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +248,7 @@ def test_vocabulary_padding_does_not_change_results(tied, optimizer):
         Config(optim=OptimConfig(optimizer=optimizer, warmup_steps=0), steps=10)
     )
 
-    @fast_jit
+    @jax.jit
     def step(params, grads, state):
         updates, state = transform.update(grads, state, params)
         return jax.tree.map(jnp.add, params, updates), state
@@ -392,7 +393,8 @@ def test_parameter_counts(name, vocab, parameters):
 def test_initial_parameters_depend_on_their_path_alone(changes):
     """A kernel is drawn as a matrix, from the key folded with the checksum of its path."""
     config, key = make_config(**changes), jax.random.key(7)
-    params = flatten(init_params(config, key))
+    usual_jit = partial(jax.jit, compiler_options=EMITTERS)
+    params = flatten(usual_jit(partial(init_params, config))(key))
     path = "encoder/layer_1/attention/value/kernel"
     drawn = jax.random.truncated_normal(
         jax.random.fold_in(key, zlib.crc32(path.encode())), -2, 2, (config.hidden, config.hidden)
@@ -401,7 +403,7 @@ def test_initial_parameters_depend_on_their_path_alone(changes):
         params[path].reshape(drawn.shape), config.initializer_stddev * drawn, atol=1e-8
     )
     other = dataclasses.replace(config, vocab_multiple=128, layers=config.layers + 1, pooler=True)
-    others = flatten(init_params(other, key))
+    others = flatten(usual_jit(partial(init_params, other))(key))
     for path, value in params.items():
         # Without the padding of the vocabulary, and of the weights of more layers the first ones.
         parts = (np.atleast_1d(x)[: config.vocab_size] for x in (value, others[path]))

@@ -1,6 +1,5 @@
 """Small models, packed batches and losses for model tests."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -17,9 +16,6 @@ from bert_jax.config.sizes import model_size
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses
-
-# Optimization level 0 halves the compile time and does not slow small models down.
-fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 class Batch(NamedTuple):
@@ -146,7 +142,7 @@ def loss_of(config):
 
 
 def gradient(config):
-    return fast_jit(jax.value_and_grad(loss_of(config), has_aux=True))
+    return jax.jit(jax.value_and_grad(loss_of(config), has_aux=True))
 
 
 def flat(tree):

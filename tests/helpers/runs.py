@@ -35,6 +35,9 @@ ONE_DEVICE = {
     "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace("count=8", "count=1"),
 }
 
+# Options of XLA where different programs give the same bits by the emitters of users, but not of conftest.py.
+EMITTERS = {"xla_cpu_use_fusion_emitters": True} if "emitters" in os.environ["XLA_FLAGS"] else {}
+
 
 def arguments(*changes, size="L1-H32-A2", phases=",32"):
     """Return the config flags of a small pretraining run, with overrides of config fields."""
