@@ -254,6 +254,7 @@ def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, lambda *args, **_: received.extend(args))
     monkeypatch.setattr(api.train, "finetune", lambda *args, **_: received.extend(args) or {})
     monkeypatch.setattr(api, "load", lambda _: run)
+    monkeypatch.setattr(workdir, "attention_at", lambda _: {})
     bert_jax.pretrain(SIZE, url, rows=[f"{run.source}/data/rows32"], changes=CHANGES)
     bert_jax.finetune("table", run.source, url, changes=TABLE)
     run.to_huggingface(url)
