@@ -149,7 +149,8 @@ def _gcloud(state, verb, words, flags):
         job["machine"] = _new_machine(state, name)
         return print(f"Created queued_resource [{name}].", file=sys.stderr)
     if not job:
-        sys.exit(f"{error} NOT_FOUND: Resource '{path}' was not found")
+        details = f"- '@type': type.googleapis.com/google.rpc.ResourceInfo\n  resourceName: {path}"
+        sys.exit(f"{error} NOT_FOUND: Resource '{path}' was not found\n{details}")
     now, machine = job["states"][0], job["machine"]
     if verb == "delete":
         _kill(f"{machine}\0")

@@ -17,8 +17,8 @@ from bert_jax.tools.launch.engines import ENGINES, SUBMITTED
 from bert_jax.tools.launch.engines.base import State, python_command, query, state_folder
 from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, run, say
 
-# The record of a job, its output, and a mark that its user has stopped it.
-_FILE, _LOG, _STOPPED = "job.json", "log", "stopped"
+# The record of a job, its output, a mark that its user has stopped it, and a folder that is locked meanwhile.
+_FILE, _LOG, _STOPPED, _STOPPING = "job.json", "log", "stopped", "stopping"
 _DELETE_SECONDS = 900
 
 
@@ -26,7 +26,7 @@ def start(on: str, name: str, plan: Plan) -> int:
     """Execute a plan and return the exit status, as `plan.run`; `status` and others then know the job."""
     folder = state_folder(name)
     with _job_lock(folder, name):
-        _check_name(on, folder, name, plan)
+        _check_name(on, name, plan)
         (folder / _STOPPED).unlink(missing_ok=True)
         log = folder / _LOG
         if log.exists() and not os.path.samestat(log.stat(), os.fstat(1)):
@@ -73,9 +73,14 @@ def _job_lock(folder: pathlib.Path, name: str) -> Iterator[None]:
         yield
 
 
-def _check_name(on: str, folder: pathlib.Path, name: str, plan: Plan) -> None:
+def _record(name: str) -> dict[str, Any]:
+    path = state_folder(name) / _FILE
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _check_name(on: str, name: str, plan: Plan) -> None:
     """Check that no active job, and no machines, of this name are others: `stop` would end both."""
-    record = json.loads((folder / _FILE).read_text()) if (folder / _FILE).exists() else {}
+    record = _record(name)
     if record.get("delete") and [*record["delete"]] != [*plan.delete]:
         raise UserError(
             f"other machines of the name {name} may exist: choose another --name, or delete them with "
@@ -95,8 +100,7 @@ def detach(on: str, name: str, arguments: Sequence[str]) -> int:
         raise UserError(f"--detach: --on {on} queues the job and returns; remove it")
     folder = state_folder(name)
     with _job_lock(folder, name):
-        for file in (_FILE, _LOG):
-            (folder / file).unlink(missing_ok=True)
+        (folder / _LOG).unlink(missing_ok=True)
         log = open(folder / _LOG, "wb")  # noqa: SIM115 (the launcher's)
     with log:
         process = subprocess.Popen(
@@ -106,7 +110,7 @@ def detach(on: str, name: str, arguments: Sequence[str]) -> int:
             stderr=log,
             start_new_session=True,
         )
-    while not (folder / _FILE).exists():
+    while _record(name).get("launcher") != process.pid:
         if process.poll() is not None:
             lines = (folder / _LOG).read_text(errors="replace").splitlines()
             raise UserError(f"the launcher failed: {lines[-1] if lines else 'without a message'}")
@@ -203,7 +207,13 @@ def stop(name: str) -> int:
     """Stop a job: its state is saved first, wherever the engine allows it."""
     folder, job = _read(name)
     (folder / _STOPPED).touch()
-    if _is_running(folder):
+    (folder / _STOPPING).mkdir(exist_ok=True)
+    with files.lock_folder(folder / _STOPPING):
+        return _stop(folder, job, name)
+
+
+def _stop(folder: pathlib.Path, job: dict[str, Any], name: str) -> int:
+    if _is_running(folder) and "ended" not in job:
         with contextlib.suppress(ProcessLookupError):
             os.kill(job["launcher"], signal.SIGTERM)
         say(f"waiting for the launcher (pid {job['launcher']})")
@@ -222,20 +232,20 @@ def was_stopped(name: str) -> bool:
 
 
 def is_launched(name: str) -> bool:
-    """Whether a launcher of a job is running."""
-    folder = state_folder(name)
-    return folder.exists() and _is_running(folder)
+    """Whether a launcher of a job is running, or the job is being stopped."""
+    folders = state_folder(name), state_folder(name) / _STOPPING
+    return any(folder.exists() and _is_running(folder) for folder in folders)
 
 
 def has_ended(name: str) -> bool:
     """Whether the last launcher of a job has seen its end, and did not fail itself."""
-    return not _read(name)[1].get("failed")
+    return "ended" in (record := _record(name)) and not record.get("failed")
 
 
 def with_machines(prefix: str) -> list[str]:
     """Return the names that begin like this of jobs whose machines may exist, and cost money."""
     paths = sorted(state_folder(prefix).parent.glob(f"{prefix}*/{_FILE}"))
-    return [path.parent.name for path in paths if json.loads(path.read_text()).get("delete")]
+    return [path.parent.name for path in paths if _record(path.parent.name).get("delete")]
 
 
 def delete(name: str) -> str:

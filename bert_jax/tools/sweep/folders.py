@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import secrets
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class Runs:
         names = [url.split("/")[-2] for url in urls]
         for name, url in zip(names, urls, strict=True):
             if not _is_done(_attempts(self.folder / name)):
+                shutil.rmtree(self.folder / name / OUT, ignore_errors=True)  # older files
                 storage.download([url], [self.folder / name / ATTEMPTS])
         return {*names}
 

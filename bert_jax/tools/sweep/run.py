@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.storage import files
+from bert_jax.tools.launch import jobs
+from bert_jax.tools.launch.engines.base import state_folder
 from bert_jax.tools.launch.plan import signals
 from bert_jax.tools.launch.request import job_name
 from bert_jax.tools.sweep.display import Display
@@ -49,13 +51,16 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine) -> int:
     with files.one_line_errors(f"cannot use the folder {folders.folder}"):
         folders.folder.mkdir(parents=True, exist_ok=True)
     name = f"{job_name(sweep.path.absolute().parent.name, 28)}-{key}"
-    scheduler = Scheduler(sweep.points, folders, args, engine, done, name)
     with contextlib.ExitStack() as stack:
+        if engine.on == "tpu-vm":  # two sweeps would use each other's slices
+            stack.callback(_list_slices, name)
+            state_folder(name).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(files.lock_folder(state_folder(name)))
+        scheduler = Scheduler(sweep.points, folders, args, engine, done, name)
         stack.callback(scheduler.stop)  # on any error, stop what was started
         received = stack.enter_context(signals())
         display = stack.enter_context(Display(scheduler))
         handled = 0
-        stack.callback(_list_slices, scheduler)
         while True:
             scheduler.update()
             display.show()
@@ -115,8 +120,8 @@ def _conclude(scheduler: Scheduler, interrupted: bool) -> int:
     return 0 if len(done) == len(state) else 1
 
 
-def _list_slices(scheduler: Scheduler) -> None:
-    if names := scheduler.slices:
+def _list_slices(name: str) -> None:
+    if names := jobs.with_machines(f"{name}-"):
         print(
             f"slices that cost money remain: {', '.join(names)}. The same sweep uses them again; "
             "`bert-jax launch stop NAME` stops a run, `bert-jax launch delete NAME` deletes a slice",

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
 import shlex
 import signal
@@ -111,8 +112,8 @@ def _ask(job: str) -> State:
 def _delete(job: str) -> str:
     try:
         return jobs.delete(job)
-    except UserError as error:
-        return str(error)
+    except Exception as error:  # such as a launcher that runs, or a full disk
+        return str(error) or repr(error)
 
 
 class _Slices:
@@ -120,50 +121,58 @@ class _Slices:
 
     Args:
         name: how the names of slices begin; a kind and a number follow.
-        count: maximum number of slices of a kind.
         of: slice of each point, by digest, that an earlier sweep has started and that may run.
     """
 
-    def __init__(self, name: str, count: int, of: dict[str, str]):
-        self._name, self._count, self.of = name, count, of
+    def __init__(self, name: str, of: dict[str, str]):
+        self._name, self.of = name, of
         self.broken: set[str] = set()  # slices on which a run may go on that is not followed
         self._deleting: dict[str, _Call] = {}
         self._left: set[str] = set()  # slices that could not be deleted
 
-    def _is_unused(self, name: str) -> bool:
+    def _unused(self, kind: str | None = None) -> list[str]:
+        """Return the slices that may exist (of a kind) and that no point has."""
         used = {*self.of.values(), *self._deleting, *self._left}
-        return name not in used and not jobs.is_launched(name)
+        names = [name for name in jobs.with_machines(f"{self._name}-") if name not in used]
+        return [name for name in names if kind in (None, self._kind(name))]
+
+    def _kind(self, name: str) -> str:
+        return name.removeprefix(self._name).rpartition("-")[0]
 
     def take(self, digest: str, kind: str) -> str:
-        """Return the slice of a point, if possible one that exists; "" if all are in use."""
-        names = [f"{self._name}{kind}-{i}" for i in range(self._count)]
-        unused = [name for name in names if self._is_unused(name) and name not in self.broken]
-        unused.sort(key=lambda name: name not in self.all())
-        if name := self.of.get(digest) or next(iter(unused), ""):
+        """Return the slice of a point, if possible one that exists; "" if one is about to be free."""
+        if digest in self.of:
+            return self.of[digest]
+        unused = [name for name in self._unused(kind) if name not in self.broken]
+        name = next((name for name in unused if not jobs.is_launched(name)), "")
+        if not unused:
+            taken = {*self.of.values(), *self.broken, *self._deleting, *self._left}
+            numbered = (f"{self._name}{kind}-{i}" for i in itertools.count())
+            name = next(name for name in numbered if name not in taken)
+        if name:
             self.of[digest] = name
         return name
 
-    def all(self) -> list[str]:
-        """Return the slices of this sweep, or of an earlier start of it, that may exist."""
-        return jobs.with_machines(f"{self._name}-")
-
     def delete_idle(self, waiting: Mapping[str, int]) -> bool:
-        """Delete slices that no point uses, but for one per waiting point of their kind.
+        """Delete slices that no point uses, but for as many of a kind as `waiting` says.
 
         Returns:
             Whether all deletions that have begun have ended.
         """
-        kept = collections.Counter()
-        for name in filter(self._is_unused, self.all()):
-            kind = name.removeprefix(self._name).rpartition("-")[0]
-            kept[kind] += name not in self.broken
-            if name in self.broken or kept[kind] > waiting.get(kind, 0):
+        kept = collections.Counter[str]()
+        for name in self._unused():
+            kept[self._kind(name)] += name not in self.broken
+            is_idle = name in self.broken or kept[self._kind(name)] > waiting.get(
+                self._kind(name), 0
+            )
+            if is_idle and not jobs.is_launched(name):
                 print(f"{name}: deleting the slice", file=sys.stderr, flush=True)
                 self._deleting[name] = _Call(_delete, name)
         for name in [name for name, call in self._deleting.items() if call.result is not None]:
             if error := self._deleting.pop(name).result:
                 self._left.add(name)
                 print(f"{name}: the slice was not deleted: {error}", file=sys.stderr, flush=True)
+            self.broken.discard(name)
         return not self._deleting
 
 
@@ -215,7 +224,7 @@ class Scheduler:
         self._in_use: set[str] = set()  # points reported as waiting for another process
         self._is_stopping = self._are_deleted = False
         pulled, unfinished = runs.pull(), runs.unfinished("tpu-vm")
-        self._slices = _Slices(name, engine.jobs if engine.on == "tpu-vm" else 0, unfinished)
+        self._slices = _Slices(name, unfinished)
         for point in points:
             point_run = PointRun(point, runs, args.data)
             self.point_runs[point.name], self.state[point.name] = point_run, "waiting"
@@ -224,7 +233,7 @@ class Scheduler:
                 if point_run.folder.name not in pulled:
                     point_run.push()
                 self._finish(point_run)
-            elif point_run.is_open and "local" not in (on, engine.on) and on != engine.on:
+            elif point_run.is_open and on not in ("local", engine.on):
                 raise UserError(
                     f"{point.name}: its job {point_run.job} on {on} may run: give --on {on}, or stop it "
                     f"with `bert-jax launch stop {point_run.job}` and remove {point_run.folder}"
@@ -234,7 +243,7 @@ class Scheduler:
         """Start nothing more, and signal local processes to save and exit."""
         self._is_stopping = True
         for name, running in list(self._running.items()):
-            if running.process is None:  # the job continues
+            if running.process is None or running.is_complete:  # a job continues
                 self._release(name, "stopped")
             else:
                 signal_group(running.process, signal.SIGTERM)
@@ -251,11 +260,6 @@ class Scheduler:
         if self._running:
             return False
         return self._is_stopping or (self._are_deleted and "waiting" not in self.state.values())
-
-    @property
-    def slices(self) -> list[str]:
-        """Slices that may exist, and cost money."""
-        return self._slices.all()
 
     def note(self, name: str) -> str:
         """Return the last line of what is known of a running point."""
@@ -288,7 +292,10 @@ class Scheduler:
             self._engine.slice_kind(point_run.point.verb)
             for name, point_run in self.point_runs.items()
             if self.state[name] == "waiting" and self._engine.is_launched(point_run.point)
+            if point_run.digest not in self._slices.of
         )
+        free = self._engine.jobs - len(self._running)
+        waiting = {kind: min(number, free) for kind, number in waiting.items()}
         self._are_deleted = self._slices.delete_idle(waiting)
 
     def _start(self, name: str, point_run: PointRun) -> None:
@@ -313,7 +320,9 @@ class Scheduler:
             return
         running = _Running(point_run, None, time.time(), lock, job)
         # A sweep that was stopped or killed may have submitted a job without recording it.
-        if not (point_run.is_open and self._engine.is_asynchronous(point_run.point)):
+        is_here = point_run.last_attempt.get("on", "local") == "local"
+        is_asynchronous = self._engine.is_asynchronous(point_run.point)
+        if not (point_run.is_open and is_asynchronous and not is_here):
             running.query_time = time.time()
             self._record(running, STARTED)
             command = self._engine.command(point_run.point, self.point_runs, job)
@@ -353,6 +362,8 @@ class Scheduler:
         else:
             if is_launched and not may_pass and not jobs.has_ended(running.job):
                 self._slices.broken.add(running.job)
+            # After the launcher was killed the run goes on, on its slice.
+            status = EXIT_INTERRUPTED if is_launched and may_pass else status
             self._try_again(name, running, status, may_pass, _RESTARTS, "")
 
     def _query(self, name: str, running: _Running) -> None:
@@ -384,6 +395,7 @@ class Scheduler:
             self._release(name, "stopped")
             return
         status = state.status or EXIT_NEGATIVE
+        status = EXIT_NEGATIVE if status == EXIT_INTERRUPTED else status  # it has ended
         self._try_again(name, running, status, state.status not in FINAL, _RETRIES, running.note)
 
     def _try_again(
@@ -408,10 +420,10 @@ class Scheduler:
         running.is_complete, running.query_time = True, time.time()
         try:
             running.point_run.push_output()
+            running.point_run.fetch()
             if not running.point_run.is_done:
                 self._record(running, 0)
             running.point_run.push()
-            running.point_run.fetch()
         except UserError as error:
             running.note = str(error)
             return

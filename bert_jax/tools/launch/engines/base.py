@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def has_checkout() -> bool:
 
 
 def query(command: Sequence[str], seconds: float = 120.0) -> tuple[str | None, str]:
-    """Return the output of a command and "", or None and the last line that says why it failed."""
+    """Return the output of a command and "", or None and the line that says why it failed."""
     try:
         done = subprocess.run(command, capture_output=True, errors="replace", timeout=seconds)
     except FileNotFoundError:
@@ -95,7 +96,8 @@ def query(command: Sequence[str], seconds: float = 120.0) -> tuple[str | None, s
         return None, f"{shlex.join(command)} did not answer within {seconds:g} s"
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        return None, lines[-1] if lines else f"{command[0]} exited with status {done.returncode}"
+        errors = [line for line in lines if re.match("error", line, re.IGNORECASE)] + lines[-1:]
+        return None, errors[0] if errors else f"{command[0]} exited with status {done.returncode}"
     return done.stdout.strip(), ""
 
 

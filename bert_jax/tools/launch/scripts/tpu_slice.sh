@@ -23,7 +23,7 @@ queued() {
 # An answer such as "too many requests" may pass: the state is asked for again, and the third one is final.
 failed() {
   failures=$((failures + 1))
-  [ "$failures" -lt 3 ] || exit 2
+  [ "$failures" -lt 3 ] || { echo "$state" >&2 && exit 2; }
   sleep "${TPU_SLICE_POLL_SECONDS:-30}"
 }
 
@@ -35,7 +35,7 @@ while true; do
     answered=yes
     [[ $state != *NOT_FOUND* ]] || state=""
   else
-    state="no answer: ${state##*$'\n'}"
+    state="no answer: $(grep -im 1 error <<<"$state" || tail -n 1 <<<"$state")"
     [ -n "$answered" ] || failed
   fi
   if [ "$state" != "$shown" ]; then
