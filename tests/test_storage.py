@@ -505,7 +505,7 @@ def test_local_copy_of_a_run_has_no_checkpoints(url):
         (["pretrain", "--workdir=x", "--config.phases[0].rows=az://x"], "az://x"),
         (["score", "squad1", "az://x", "y"], "az://x"),
         (["evaluate", "--workdir", "gs://"], "a bucket is missing"),
-        (["sweep", "x", "--runs", "gs://b/x"], "--runs gs://b/x"),
+        (["sweep", "x", "--runs", "az://b/x"], "az://b/x"),
         # URLs may be texts.
         (["fill-mask", "--init=/none", "https://www.[MASK].org/"], "/none"),
         (["attention", "--init=none", "--text=https://x", "--out=x"], "--out x"),
