@@ -13,8 +13,8 @@ from bert_jax.config.sizes import model_size
 from bert_jax.runs import workdir
 from bert_jax.tools.sweep import Point, SweepArgs, experiment
 from bert_jax.tools.sweep.experiment import Claim, Claims, Column, Curves, Table
+from bert_jax.tools.sweep.folders import PointRun, Runs
 from bert_jax.tools.sweep.results import Results, current, lines_of
-from bert_jax.tools.sweep.scheduler import PointRun
 from tests.helpers.runs import VOCABULARY
 
 
@@ -185,8 +185,8 @@ def test_concurrent_writers_store_each_result_once(tmp_path):
 
 def result_of_run(tmp_path, metrics, speed=()):
     """Return the result of a pretraining point, given the lines of its metrics and speed."""
-    point_run = PointRun(Point("m", ("pretrain", "--rows", "r")), tmp_path, tmp_path)
-    out = point_run.out
+    point_run = PointRun(Point("m", ("pretrain", "--rows", "r")), Runs(tmp_path), tmp_path)
+    out = point_run.files
     out.mkdir(parents=True)
     config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=400)
     best = {"best_by": "masked_lm_loss", "highest": False}
