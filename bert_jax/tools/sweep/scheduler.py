@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.data.workers import cores
@@ -121,11 +121,12 @@ class _Slices:
 
     Args:
         name: how the names of slices begin; a kind and a number follow.
+        count: maximum number of slices that run.
         of: slice of each point, by digest, that an earlier sweep has started and that may run.
     """
 
-    def __init__(self, name: str, of: dict[str, str]):
-        self._name, self.of = name, of
+    def __init__(self, name: str, count: int, of: dict[str, str]):
+        self._name, self._count, self.of = name, count, of
         self.broken: set[str] = set()  # slices on which a run may go on that is not followed
         self._deleting: dict[str, _Call] = {}
         self._left: set[str] = set()  # slices that could not be deleted
@@ -139,10 +140,17 @@ class _Slices:
     def _kind(self, name: str) -> str:
         return name.removeprefix(self._name).rpartition("-")[0]
 
-    def take(self, digest: str, kind: str) -> str:
-        """Return the slice of a point, if possible one that exists; "" if one is about to be free."""
+    def take(self, digest: str, kind: str, running: Collection[str]) -> str:
+        """Return the slice of a point, if possible one that exists; "" if one is about to be free.
+
+        `running` are the slices of the points that this sweep runs.
+        """
         if digest in self.of:
             return self.of[digest]
+        # Launchers that a killed sweep has left.
+        others = [name for name in {*self.of.values()} - {*running} if jobs.is_launched(name)]
+        if len(others) + len(running) >= self._count:
+            return ""
         unused = [name for name in self._unused(kind) if name not in self.broken]
         name = next((name for name in unused if not jobs.is_launched(name)), "")
         if not unused:
@@ -224,7 +232,7 @@ class Scheduler:
         self._in_use: set[str] = set()  # points reported as waiting for another process
         self._is_stopping = self._are_deleted = False
         pulled, unfinished = runs.pull(), runs.unfinished("tpu-vm")
-        self._slices = _Slices(name, unfinished)
+        self._slices = _Slices(name, engine.jobs, unfinished)
         for point in points:
             point_run = PointRun(point, runs, args.data)
             self.point_runs[point.name], self.state[point.name] = point_run, "waiting"
@@ -314,7 +322,9 @@ class Scheduler:
             return
         job = point_run.job
         if self._engine.on == "tpu-vm" and self._engine.is_launched(point_run.point):
-            job = self._slices.take(point_run.digest, self._engine.slice_kind(point_run.point.verb))
+            kind = self._engine.slice_kind(point_run.point.verb)
+            running_jobs = {running.job for running in self._running.values()}
+            job = self._slices.take(point_run.digest, kind, running_jobs)
         if not job:
             lock.close()
             return
