@@ -140,16 +140,16 @@ class _Slices:
     def _kind(self, name: str) -> str:
         return name.removeprefix(self._name).rpartition("-")[0]
 
-    def take(self, digest: str, kind: str, running: Collection[str]) -> str:
+    def take(self, digest: str, kind: str, taken: Collection[str]) -> str:
         """Return the slice of a point, if possible one that exists; "" if one is about to be free.
 
-        `running` are the slices of the points that this sweep runs.
+        `taken` are the slices of points that this sweep runs, or that have one and wait.
         """
         if digest in self.of:
             return self.of[digest]
         # Launchers that a killed sweep has left.
-        others = [name for name in {*self.of.values()} - {*running} if jobs.is_launched(name)]
-        if len(others) + len(running) >= self._count:
+        others = [name for name in {*self.of.values()} - {*taken} if jobs.is_launched(name)]
+        if len(others) + len(taken) >= self._count:
             return ""
         unused = [name for name in self._unused(kind) if name not in self.broken]
         name = next((name for name in unused if not jobs.is_launched(name)), "")
@@ -323,8 +323,14 @@ class Scheduler:
         job = point_run.job
         if self._engine.on == "tpu-vm" and self._engine.is_launched(point_run.point):
             kind = self._engine.slice_kind(point_run.point.verb)
-            running_jobs = {running.job for running in self._running.values()}
-            job = self._slices.take(point_run.digest, kind, running_jobs)
+            waiting = [
+                run for each, run in self.point_runs.items() if self.state[each] == "waiting"
+            ]
+            taken = {running.job for running in self._running.values()}
+            taken |= {
+                self._slices.of[run.digest] for run in waiting if run.digest in self._slices.of
+            }
+            job = self._slices.take(point_run.digest, kind, taken)
         if not job:
             lock.close()
             return
