@@ -235,7 +235,7 @@ def test_slurm_task_waits_for_the_final_save(programs):
     "options",
     [
         {"accelerator": "H100:8", "nodes": 2, "env": ["A=b"]},
-        {"accelerator": "tpu-v5litepod-16", "spot": True},
+        {"accelerator": "tpu-v5e-16", "spot": True},
         {"accelerator": "", "image": "registry/image", "command": PREPARE},
     ],
 )
@@ -246,7 +246,8 @@ def test_skypilot_task(options):
     assert task["num_nodes"] == options.get("nodes", 1)
     assert task.get("envs") == ({"A": "b"} if "env" in options else None)
     assert resources["use_spot"] == options.get("spot", False)
-    assert resources.get("accelerators", "") == options["accelerator"]
+    # SkyPilot has gcloud's names.
+    assert resources.get("accelerators", "") == options["accelerator"].replace("v5e", "v5litepod")
     assert resources["job_recovery"] == {"recover_on_exit_codes": [75]}
     software = {"runtime_version": "v2-alpha-tpuv5-lite"} if "spot" in options else None
     assert resources.get("accelerator_args") == software
@@ -554,6 +555,17 @@ def test_local_run_restarts_after_interruption(
     assert len(programs.calls()) == runs
 
 
+def test_launcher_gives_up_after_early_failures(capsys, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_LAUNCH_WAIT_SECONDS", "0.001")
+    retried = {"retry_statuses": frozenset({137}), "restarts": 100, "dollars_per_hour": 19.2}
+    with pytest.raises(UserError, match=r"^6 times .* status 137"):
+        plan_lib.run(plan_lib.Plan(processes=[bash("kill -9 $$")], **retried))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "restarting" in line]
+    waits = [float(re.search(r"in (\S+) s", line)[1]) for line in lines]
+    assert waits == [0.001, 0.002, 0.004, 0.008, 0.016]
+    assert all("$19.20 an hour" in line for line in lines)
+
+
 def test_launch_command_runs_two_real_processes(tmp_path):
     """`bert-jax launch` starts real `python -m bert_jax` processes; a user error ends both."""
     command = [*COMMAND, tmp_path / "run"]
@@ -622,6 +634,8 @@ SHORT = {
         ("{tpu-vm} --accelerator=tpu7x:2x2x1 -- {pretrain} /w", "choose from v4, v5e, v5p, v6e"),
         ("--on sky --accelerator=tpu7x:2x2x1 -- {pretrain} gs://b/r", "choose from v4, v5e"),
         ("{tpu-vm} --accelerator=v6e:2x8 -- {pretrain} gs://b/r", "accelerator types"),
+        ("--on sky --accelerator=tpu-v6e:2x8 -- {pretrain} gs://b/r", "accelerator types"),
+        ("--on sky --accelerator=tpu-v6e:4x4,slices=2 -- {pretrain} gs://b/r", "one slice"),
         ("{gke} -- {pretrain} gs://b/r", "--accelerator for pretrain"),
         # Verbs that run in one process
         ("{tpu-vm} --accelerator=v5e-16 -- {prepare} gs://b/rows", "prepare runs in one"),

@@ -366,6 +366,39 @@ def test_dry_run_runs_nothing(make_point, tmp_path, write_sweep_file, capsys):
     assert "2 points, 1 to run" in output
 
 
+def test_options_of_launch_for_one_verb():
+    options = ("--zone=z", "finetune:--accelerator=v5e-8", "pretrain:--accelerator=v5e:4x4")
+    engine = Engine("tpu-vm", options)
+    assert engine.options_of("pretrain") == ["--zone=z", "--accelerator=v5e:4x4"]
+    assert engine.options_of("finetune") == ["--zone=z", "--accelerator=v5e-8"]
+    assert engine.slice_kind("pretrain") != engine.slice_kind("finetune")
+    assert Engine("tpu-vm", ("--zone=z",)).slice_kind("pretrain") == ""
+
+
+def test_dry_run_prints_what_pretraining_costs(write_sweep_file, tmp_path, capsys):
+    text = points_of(
+        "Point(f'm{n}', ('pretrain', '--config', 'base,128', '--rows', Point(f'r{n}', ('prepare', 'gs://b/t', "
+        "'--vocab', 'v', '--tokens', 128, '--passes', n)), f'--config.steps={n}000000')) for n in (1, 3)"
+    )
+    command = ["sweep", str(write_sweep_file(text)), "--dry-run", "--on", "slurm"]
+    assert cli.main([*command, "--runs", str(tmp_path)]) == 0
+    assert "hours" not in capsys.readouterr().out
+    gke = ["--on", "gke", "--launch=--accelerator=v5e:4x4", "--launch=--image=i"]
+    command = [*command[:-2], *gke, "--runs", "/shared/runs", "--dollars-per-chip-hour", "2"]
+    assert cli.main(command) == 0
+    output = capsys.readouterr().out
+    pattern = r"about ([\d.]+) hours, ([\d,]+) chip-hours, \$([\d,.]+)"
+    costs = [[float(x.replace(",", "")) for x in each] for each in re.findall(pattern, output)]
+    one, three, total = (hours for hours, *_ in costs)
+    assert (three, total) == (pytest.approx(3 * one, rel=0.02), pytest.approx(4 * one, rel=0.02))
+    for hours, chip_hours, dollars in costs:
+        assert (chip_hours, dollars) == (
+            pytest.approx(16 * hours, rel=0.02),
+            pytest.approx(32 * hours, rel=0.02),
+        )
+    assert "no v5e has timed it" in output
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -43,7 +43,7 @@ _DATA = "$BERT_JAX_DATA"
     option("--init", "DIR", "checkpoint to fine-tune", default=""),
     number("--seeds", 0, "number of seeds; 0 takes the sweep's", least=0),
     repeatable("--only", "PATTERN", "run only matching points (* and ?) and their dependencies"),
-    flag("--dry-run", "list the points and their commands"),
+    flag("--dry-run", "list the points, their commands and what pretraining costs with --on"),
     number("--jobs", 1, "points to run at a time", least=1),
     option("--runs", "DIR", "folder or URL of the workdirs (default %(default)s)", default=RUNS),
     choice(
@@ -58,7 +58,11 @@ _DATA = "$BERT_JAX_DATA"
         "finetune:--accelerator=v5e-8",
     ),
     option(
-        "--dollars-per-chip-hour", "X", "price, for --dry-run and waits", type=float, default=0.0
+        "--dollars-per-chip-hour",
+        "X",
+        "with --on: print what pretraining costs (--dry-run), and slices that wait (tpu-vm)",
+        type=float,
+        default=0.0,
     ),
 )
 def _sweep(options) -> int | None:
@@ -119,7 +123,7 @@ def _sweep(options) -> int | None:
         launch.append(f"--dollars-per-chip-hour={price}")
     engine = scheduler.Engine(options.on, launch, options.jobs)
     runs = folders.Runs(options.runs)
-    topology = _topology(engine, [folders.PointRun(p, runs, data) for p in selected.points])
+    topology = _check_launches(engine, [folders.PointRun(p, runs, data) for p in selected.points])
     if options.dry_run:
 
         def estimate(points):
@@ -132,8 +136,12 @@ def _sweep(options) -> int | None:
     return run.run(selected, options.runs, engine)
 
 
-def _topology(engine: Any, point_runs: list) -> Any:
-    """Check the commands of points that run on other machines; return the chips of pretraining, if known."""
+def _check_launches(engine: Any, point_runs: list) -> Any:
+    """Check the commands of points that run on other machines.
+
+    Returns:
+        The topology of the points that pretrain; None if it is unknown.
+    """
     from bert_jax.cli import parse
     from bert_jax.cli.machines import make_plan
     from bert_jax.runtime.topology import parse_topology

@@ -110,7 +110,7 @@ def _conclude(scheduler: Scheduler, interrupted: bool) -> int:
         point_run = scheduler.point_runs[name]
         print(f"{name} failed: {point_run.last_log_line()} ({point_run.log})", file=sys.stderr)
     if blocked:
-        print(f"not run because a dependency has not: {', '.join(blocked)}", file=sys.stderr)
+        print(f"not run, as points they need are not done: {', '.join(blocked)}", file=sys.stderr)
     if stopped and not interrupted:
         print(f"stopped by `bert-jax launch stop`: {', '.join(stopped)}", file=sys.stderr)
     print(f"{len(done)} of {len(state)} points done", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Execution of points: folders, engines, and the order."""
+"""Execution of points: engines, slices, and the order."""
 
 import collections
 import contextlib
@@ -169,10 +169,9 @@ class _Slices:
         """
         kept = collections.Counter[str]()
         for name in self._unused():
-            kept[self._kind(name)] += name not in self.broken
-            is_idle = name in self.broken or kept[self._kind(name)] > waiting.get(
-                self._kind(name), 0
-            )
+            kind, is_broken = self._kind(name), name in self.broken
+            kept[kind] += not is_broken
+            is_idle = is_broken or kept[kind] > waiting.get(kind, 0)
             if is_idle and not jobs.is_launched(name):
                 print(f"{name}: deleting the slice", file=sys.stderr, flush=True)
                 self._deleting[name] = _Call(_delete, name)
@@ -195,7 +194,7 @@ class _Running:
     num_misses: int = 0  # number of queries in a row that did not find it; after two it is lost
     answer: _Call | None = None  # to a query that was sent
     note: str = ""  # the last line of the last answer
-    is_complete: bool = False  # what object storage lacks of its output is uploaded
+    is_complete: bool = False  # the run is, and its output is fetched or uploaded
 
 
 class Scheduler:
@@ -326,11 +325,9 @@ class Scheduler:
             waiting = [
                 run for each, run in self.point_runs.items() if self.state[each] == "waiting"
             ]
-            taken = {running.job for running in self._running.values()}
-            taken |= {
-                self._slices.of[run.digest] for run in waiting if run.digest in self._slices.of
-            }
-            job = self._slices.take(point_run.digest, kind, taken)
+            resumed = {self._slices.of.get(run.digest, "") for run in waiting} - {""}
+            running_jobs = {running.job for running in self._running.values()}
+            job = self._slices.take(point_run.digest, kind, resumed | running_jobs)
         if not job:
             lock.close()
             return

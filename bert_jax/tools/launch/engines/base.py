@@ -14,7 +14,7 @@ import yaml
 import bert_jax
 from bert_jax.errors import EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
 from bert_jax.runtime.chips import CHIPS
-from bert_jax.runtime.topology import Topology, parse_topology
+from bert_jax.runtime.topology import Topology, parse_topology, slice_shape
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[4]
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / "scripts"
@@ -134,6 +134,23 @@ def tpu_topology(accelerator: str, vm: bool = False) -> Topology:
     if topology.kind not in tpus:
         raise UserError(f"--accelerator {accelerator}: choose from {', '.join(tpus)}")
     return topology
+
+
+def accelerator_type(topology: Topology) -> str:
+    """Return gcloud's name of the type of a slice, such as v5litepod-16; "" if its shape has none."""
+    kind, cores = (topology.chip.tpu_vm or ("", ""))[0], topology.chips * topology.chip.cores
+    cores //= topology.slices
+    return f"{kind}-{cores}" if slice_shape(topology.kind, cores) == topology.shape else ""
+
+
+def known_type(topology: Topology) -> str:
+    """Return the type of a slice, whose shape must have one."""
+    if name := accelerator_type(topology):
+        return name
+    raise UserError(
+        f"--accelerator {topology.name}: only the shapes of accelerator types can be created, such as "
+        f"{topology.kind}-8 and {topology.kind}-16"
+    )
 
 
 class _Dumper(yaml.SafeDumper):

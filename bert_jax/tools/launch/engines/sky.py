@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bert_jax.errors import EXIT_INTERRUPTED
+from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
 from bert_jax.tools.launch.plan import Plan
@@ -59,9 +59,10 @@ def plan(
     if is_tpu:  # SkyPilot's default runtime is wrong for some slices
         topology = base.tpu_topology(accelerator, vm=True)
         base.check_machines(job, accelerator, topology)
-        kind, runtime = topology.chip.tpu_vm or ("", "")
-        resources["accelerators"] = f"tpu-{kind}-{topology.chips * topology.chip.cores}"
-        resources["accelerator_args"] = {"runtime_version": runtime}
+        if topology.slices > 1:
+            raise UserError(f"--accelerator {accelerator}: SkyPilot has one slice for a job")
+        resources["accelerators"] = f"tpu-{base.known_type(topology)}"
+        resources["accelerator_args"] = {"runtime_version": (topology.chip.tpu_vm or ("", ""))[1]}
     processes, setup = "", []
     if job.is_distributed:
         processes = "export BERT_JAX_DISTRIBUTED=auto\n" if is_tpu else _SKY_PROCESSES

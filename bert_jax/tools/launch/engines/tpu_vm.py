@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from bert_jax import storage
-from bert_jax.errors import EXIT_INTERRUPTED, UserError
-from bert_jax.runtime.topology import Topology, slice_shape
+from bert_jax.errors import EXIT_INTERRUPTED
+from bert_jax.runtime.topology import Topology
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
 from bert_jax.tools.launch.plan import KILLED, Plan, Process
@@ -34,13 +34,13 @@ def plan(
     """
     topology = base.tpu_topology(accelerator, vm=True)
     base.check_machines(job, accelerator, topology)
-    kind, runtime = topology.chip.tpu_vm or ("", "")
+    _, runtime = topology.chip.tpu_vm or ("", "")
     location = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
     several = [f"--node-count={topology.slices}", f"--node-prefix={job.name}"]
     create = [
         *(*_QUEUED, "create", job.name, *location),
         *(several if topology.slices > 1 else [f"--node-id={job.name}"]),
-        *(*_tpu_type(topology, kind), f"--runtime-version={runtime}"),
+        *(*_tpu_type(topology), f"--runtime-version={runtime}"),
         *(["--spot"] if spot else []),
         *extra,
     ]
@@ -111,14 +111,8 @@ def _state_command(name: str, location: Sequence[str]) -> list[str]:
     return [*_QUEUED, "ssh", name, *on_first]
 
 
-def _tpu_type(topology: Topology, kind: str) -> list[str]:
+def _tpu_type(topology: Topology) -> list[str]:
     """Return gcloud's options for the type of a slice."""
-    cores = topology.chips // topology.slices * topology.chip.cores
-    if slice_shape(topology.kind, cores) == topology.shape:
-        return [f"--accelerator-type={kind}-{cores}"]
-    if kind != "v4":
-        raise UserError(
-            f"--accelerator {topology.name}: gcloud creates only the shapes of accelerator types, such as "
-            f"{topology.kind}-8 and -16"
-        )
-    return [f"--type={kind}", f"--topology={'x'.join(map(str, topology.shape))}"]
+    if topology.kind == "v4" and not base.accelerator_type(topology):
+        return ["--type=v4", f"--topology={'x'.join(map(str, topology.shape))}"]
+    return [f"--accelerator-type={base.known_type(topology)}"]
