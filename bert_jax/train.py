@@ -283,6 +283,8 @@ def finetune(
     config, start = warm_start.open_init(config, init, which, vocab)
     dataset = load_dataset(config.task, start.vocabulary)
     config = warm_start.with_head(config, start, dataset, keys)
+    first = folder / f"seed_{config.seed}" if seeds > 1 else folder
+    config.model.dtype = workdir.dtype_at(config, first)
     all_seeds = range(config.seed, config.seed + seeds)
     shards = sharding.num_row_shards(sharding.make_mesh(config.mesh))
     config, data, plan, phase = finetuning.make_phase(

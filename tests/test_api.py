@@ -55,7 +55,10 @@ def with_head(run, head, labels, task):
 def finetuned(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned") / "run"
     splits = {"train": ROWS[:40], "dev": ROWS[40:]}
-    return bert_jax.finetune("table", run.source, folder, splits, changes=TABLE), folder
+    metrics = bert_jax.finetune("table", run.source, folder, splits, changes=TABLE)
+    dtypes = [bert_jax.load(source).config.model.dtype for source in (run.source, folder)]
+    assert dtypes == ["float32"] * 2  # what "auto" means on a CPU
+    return metrics, folder
 
 
 def test_training_and_loading_leave_the_process_as_it_is(tmp_path):
@@ -254,7 +257,7 @@ def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, lambda *args, **_: received.extend(args))
     monkeypatch.setattr(api.train, "finetune", lambda *args, **_: received.extend(args) or {})
     monkeypatch.setattr(api, "load", lambda _: run)
-    monkeypatch.setattr(workdir, "attention_at", lambda _: {})
+    monkeypatch.setattr(workdir, "_local", lambda _, name: tmp_path / name)
     bert_jax.pretrain(SIZE, url, rows=[f"{run.source}/data/rows32"], changes=CHANGES)
     bert_jax.finetune("table", run.source, url, changes=TABLE)
     run.to_huggingface(url)

@@ -296,6 +296,19 @@ def test_resumed_run_keeps_the_choice_of_auto(tmp_path):
     assert choose(run_config(attention="splash"), "tpu", 1, 8, kept).implementation == "splash"
 
 
+def test_auto_dtype_is_that_of_the_device_where_the_run_began(tmp_path, run_folder, monkeypatch):
+    config = run_config(dtype="auto")
+    text = (run_folder / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"dtype": "auto"', '"dtype": "bfloat16"'))
+    with monkeypatch.context() as patch:
+        for platform, dtype in (("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
+            patch.setattr(jax, "default_backend", lambda name=platform: name)
+            assert workdir.dtype_at(config) == workdir.dtype_at(config, tmp_path / "new") == dtype
+            assert workdir.dtype_at(config, tmp_path) == "bfloat16"
+            assert workdir.dtype_at(config, run_folder) == "float32"  # it was not trained here
+    assert workdir.dtype_at(run_config(dtype="bfloat16"), run_folder) == "bfloat16"
+
+
 def test_auto_depends_on_the_tokens_of_each_phase():
     line = attention_line(run_config(), "tpu", 1, [8, 128, 512, 512])
     assert line.startswith("attention: xla at T=8, 128 (")

@@ -367,7 +367,7 @@ def test_expected_time_uses_measured_utilization(capsys, topology, source, assum
 
 
 def test_estimate_resolves_auto_attention(capsys):
-    bfloat16 = ["--topology", "h100:8", "--json", "--config.model.dtype=bfloat16"]
+    bfloat16 = ["--topology", "h100:8", "--json"]  # what dtype=auto is there
     temporaries = []
     for changes, name in (
         ([], "xla"),

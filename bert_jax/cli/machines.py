@@ -207,8 +207,8 @@ def _preflight(options) -> int:
 
     bert-jax preflight --config configs/pretrain.py:large --topology v5p:4x4x4
     bert-jax preflight --config configs/pretrain.py:base --topology v5e:4x4 --topology v6e:2x2 \
-      --config.model.dtype=bfloat16 --dollars-per-chip-hour 1.20
-    bert-jax preflight --config base,128 --topology h100:1 --config.model.dtype=bfloat16 --explain 20
+      --dollars-per-chip-hour 1.20
+    bert-jax preflight --config base,128 --topology h100:1 --explain 20
 
     exit status: 0 fits on every topology, 1 does not fit, 2 user error
     """

@@ -243,8 +243,9 @@ class ModelConfig:
     head: HeadConfig = dataclasses.field(default_factory=HeadConfig)
     # Adapters that the parameters contain, from config.lora. Loading a checkpoint merges them.
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    # Compute dtype of activations. Parameters and optimizer state stay float32.
-    dtype: str = one_of("float32", "bfloat16")
+    # Compute dtype of activations. Parameters and optimizer state stay float32. "auto" is bfloat16 on TPUs
+    # and GPUs and float32 on CPUs, where a run begins; it keeps the dtype that it began with.
+    dtype: str = one_of("auto", "float32", "bfloat16")
     # "unrolled" compiles every layer (faster steps), "scanned" compiles one (faster compilation).
     # Parameters and checkpoints are the same.
     layer_loop: str = one_of("unrolled", "scanned")
@@ -272,6 +273,11 @@ class ModelConfig:
     def is_local(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, attends within `local.window`."""
         return bool(self.local.window) and layer % self.local.global_every != 0
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of activations: float32 if it is "auto", as in models that were not trained here."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     @property
     def embedding_width(self) -> int:

@@ -429,7 +429,7 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
             f"config.model.position_kind is 'alibi', which {name} does not support: "
             "set config.model.attention to 'xla'"
         )
-    if model.dtype not in kernel.dtypes:
+    if model.compute_dtype not in kernel.dtypes:
         return (
             f"config.model.dtype is {model.dtype!r}, but {name} supports only "
             f"{' or '.join(map(repr, kernel.dtypes))}"

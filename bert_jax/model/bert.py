@@ -193,7 +193,7 @@ def _init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
 
     params = init(config)
     if config.span_boundary:
-        hidden = jnp.zeros((1, 1, config.hidden), config.dtype)
+        hidden = jnp.zeros((1, 1, config.hidden), config.compute_dtype)
         table = jnp.zeros((padded_vocab_size(config), config.hidden))
         boundary = SpanBoundary(config).init(key, hidden, hidden, ones, table)
         params["span_boundary"] = boundary["params"]

@@ -47,7 +47,7 @@ class Embeddings(nn.Module):
         x = gather_rows(jnp.asarray(self.word.embedding), tokens)
         if c.position_kind == "learned":
             positions = self.position.embedding[: tokens.shape[1]]
-            x += one_hot_gather(positions, layout.position_ids, c.dtype).astype(x.dtype)
+            x += one_hot_gather(positions, layout.position_ids, c.compute_dtype).astype(x.dtype)
         if c.segments:
             segments = jnp.asarray(self.segment.embedding)
             if c.segments == 1:
@@ -56,7 +56,7 @@ class Embeddings(nn.Module):
                 x += jnp.where(layout.token_type_ids[..., None] == 0, *segments)
             else:
                 x += one_hot_gather(segments, layout.token_type_ids)
-        x = x.astype(c.dtype)
+        x = x.astype(c.compute_dtype)
         if c.norm.embeddings and self.norm.is_fused:
             x = self.norm(x, c.dropout, key)
         else:

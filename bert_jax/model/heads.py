@@ -135,7 +135,9 @@ class SpanBoundary(nn.Module):
         position = nn.Embed(
             SPAN_POSITIONS, c.hidden, embedding_init=normal(), name="position"
         ).embedding
-        x = jnp.concatenate([left, right, one_hot_gather(position, offset, c.dtype)], axis=-1)
+        x = jnp.concatenate(
+            [left, right, one_hot_gather(position, offset, c.compute_dtype)], axis=-1
+        )
         for name in ("first", "second"):
             x = ACTIVATIONS["gelu"](dense(c, c.hidden, name)(x))
             x = norm_layer(c, f"{name}_norm")(x)

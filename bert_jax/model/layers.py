@@ -383,7 +383,7 @@ def dense(
     """
     return Dense(
         features if isinstance(features, tuple) else (features,),
-        dtype="float32" if is_output else config.dtype,
+        dtype="float32" if is_output else config.compute_dtype,
         num_axes=num_axes,
         use_bias=config.bias or is_output,
         lora=config.lora if config.lora.rank and target in config.lora.targets else None,

@@ -30,7 +30,9 @@ class LSTM(nn.Module):
             return jnp.zeros(shape, dtype).at[d : 2 * d].set(1)
 
         # Project the inputs of all tokens at once; only the recurrent product is sequential.
-        project = Dense((4 * d,), c.dtype, kernel_init=uniform, bias_init=forget_bias, name="input")
+        project = Dense(
+            (4 * d,), c.compute_dtype, kernel_init=uniform, bias_init=forget_bias, name="input"
+        )
         projected = project(x).astype(jnp.float32).swapaxes(0, 1)
         recurrent = self.param("recurrent", uniform, (d, 4 * d), jnp.float32)
 
@@ -41,8 +43,8 @@ class LSTM(nn.Module):
             # Cast the kernel here, so that its gradient is summed over the tokens in float32.
             gates = projected + jnp.einsum(
                 "bd,dg->bg",
-                hidden.astype(c.dtype),
-                recurrent.astype(c.dtype),
+                hidden.astype(c.compute_dtype),
+                recurrent.astype(c.compute_dtype),
                 preferred_element_type=jnp.float32,
             )
             input_gate, forget_gate, candidate, output_gate = jnp.split(gates, 4, axis=1)

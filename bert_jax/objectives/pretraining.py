@@ -43,7 +43,7 @@ def make_phases(
         objective: class with the constructor of `MaskedLM`; None for that, or `CausalLM`. Its name
             is recorded with the data, so a run does not resume with another one.
         start: parameters that the run starts from, which are recorded with the data likewise.
-        folder: the workdir, if there is one: a run that is resumed keeps its attention.
+        folder: the workdir, if there is one: a run that is resumed keeps its dtype and attention.
 
     Returns:
         The config with the vocabulary size filled in; the vocabulary; a description of each phase's
@@ -51,6 +51,7 @@ def make_phases(
     """
     config = _with_warmup(config)
     model = config.model
+    model.dtype = workdir.dtype_at(config, folder)
     if not (model.masked_lm or model.electra.generator_hidden) or model.head.kind:
         raise UserError(
             "config.model: pretraining needs head.kind='' and masked_lm=True, or electra.generator_hidden above 0 "

@@ -196,13 +196,27 @@ def holds_run(folder: str | pathlib.Path) -> bool:
         return False
 
 
+def _local(folder: str | os.PathLike, name: str) -> pathlib.Path:
+    """Return the path of a file of a workdir, or of its local copy; it may not exist."""
+    path = f"{folder}/{name}"
+    is_copied = storage.is_remote(path) and storage.is_file(path)
+    return pathlib.Path(storage.local(path) if is_copied else path)
+
+
 def attention_at(folder: str | os.PathLike, start: int = -1) -> dict[int, str]:
     """Return the implementation of attention by T at a start of a run, by default the last; {} without one."""
-    if storage.is_remote(folder) and not storage.is_file(f"{folder}/starts.jsonl"):
-        return {}
-    lines = read_lines(pathlib.Path(storage.local(f"{folder}/starts.jsonl")))
+    lines = read_lines(_local(folder, "starts.jsonl"))
     text = lines[start].get("attention", "") if len(lines) >= -start else ""
     return {int(tokens): name for name, tokens in re.findall(r"(\w+) at T=(\d+)", text)}
+
+
+def dtype_at(config: TrainConfig, folder: str | os.PathLike = "") -> str:
+    """Return the compute dtype of a run: "auto" is that which it began with, or the one for this device."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    if folder and (path := _local(folder, "config.json")).exists():
+        return read_config(path.parent).model.compute_dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def first_start(folder: pathlib.Path) -> str:

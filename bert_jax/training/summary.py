@@ -57,7 +57,7 @@ def start_lines(
     kept = workdir.attention_at(folder, -2)  # before this start
     sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
     yield (
-        f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.dtype}; "
+        f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.compute_dtype}; "
         + attention.attention_line(config, *hardware, [p.tokens for p in phases], kept)
     )
     yield with_user_paths(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")

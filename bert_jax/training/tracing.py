@@ -74,7 +74,7 @@ class StepTracer:
             folder / FOLDER / f"steps_{requested.start}_{requested.stop}",
             program,
             self._end - self._first,
-            config.model.dtype,
+            config.model.compute_dtype,
             print_line,
             summarize,
         )

@@ -41,6 +41,10 @@ def preflight(
         NotCompiled: the compiler failed for another reason than memory.
     """
     has_vocab_size = bool(config.model.vocab_size)
+    if config.model.dtype == "auto":
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, dtype="bfloat16")
+        )
     sizes = sharding.mesh_sizes(config.mesh, topology.devices)
     platform = "tpu" if topology.is_tpu else "gpu"
     attention.check(config, platform, sizes[-1])
@@ -85,6 +89,7 @@ def preflight(
         "topology": topology.name,
         "chips": topology.chips,
         "devices": topology.devices,
+        "dtype": config.model.dtype,
         "attention": attention.attention_line(
             config, platform, sizes[-1], [phase.tokens for phase in phases]
         ),
@@ -153,7 +158,7 @@ def _phase(
         kind["times"] += collective.times
         kind["seconds"] += network_seconds(topology, places, collective)
     # By default, TPUs multiply float32 in one bfloat16 pass, and GPUs as TF32 at half the rate.
-    passes = 1 if topology.is_tpu or config.model.dtype == "bfloat16" else 2
+    passes = 1 if topology.is_tpu or config.model.compute_dtype == "bfloat16" else 2
     peak = chip.flops / passes
     network = sum((kind["seconds"] for kind in sent.values()), 0.0)
     times = roofline(chip._replace(flops=peak), cost.flops, cost.traffic, network)

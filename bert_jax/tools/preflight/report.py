@@ -24,7 +24,7 @@ def format_report(
     lines = [
         f"{report['topology']}: {report['chips']:,} x {report['device']}{several}, mesh {mesh}; "
         f"{report['parameters']:,} parameters",
-        report["attention"],
+        f"{report['dtype']}; {report['attention']}",
     ]
     if report["vocab_size_assumed"]:
         lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, since no rows are given")
