@@ -194,6 +194,43 @@ def test_reads_parquet(tmp_path):
     assert_read_fails(path, "a.parquet: .*'text'")
 
 
+def test_reads_hugging_face_datasets_and_runs_none_of_their_code(tmp_path, monkeypatch):
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    columns = {
+        "text": [PROSE, None, "", *(f"Number {i}." for i in range(300))],
+        "id": [*range(303)],
+    }
+    folder = tmp_path / "wiki"
+    for config, texts in (("old", columns["text"][::-1]), ("new", columns["text"])):
+        (folder / config).mkdir(parents=True)
+        table = pyarrow.table({**columns, "text": texts})
+        parquet.write_table(table, folder / config / "train.parquet", row_group_size=100)
+    write(folder / "new" / "test.parquet", (folder / "old" / "train.parquet").read_bytes())
+    write(
+        folder / "README.md",
+        "---\nconfigs:\n- {config_name: old, data_dir: old}\n- {config_name: new, data_dir: new}\n---\n",
+    )
+    write(tmp_path / "lines" / "train.jsonl", '{"text": "One is."}\n{"text": "Two is."}\n')
+    documents, report = read(f"hf:{folder},new")
+    assert [d.text for d in documents] == [text for text in columns["text"] if text]
+    assert documents[1][1:4] == ("hf", f"{folder},new", 4)
+    assert "a text is empty (2 in" in report.warnings[0]
+    assert [d.text for d in read(f"hf:{folder},new:test")[0]] == [d.text for d in documents][::-1]
+    assert [d.text for d in read(f"hf:{tmp_path}/lines@2")[0]] == ["One is.", "Two is."]
+    assert corpus.total_bytes([corpus.parse_source("hf:a/b")]) is None
+    assert_read_fails(f"hf:{folder},new:dev", "'hf:.*:dev'")
+    assert_read_fails(f"hf:{tmp_path}/none", "none'")
+    write(tmp_path / "other" / "train.jsonl", '{"body": "One is."}\n')
+    assert_read_fails(f"hf:{tmp_path}/other", "it has: body")
+    # Older versions of the library ran a program of the folder's name.
+    write(tmp_path / "code" / "code.py", f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert_read_fails(f"hf:{tmp_path}/code", "code'")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
     import tensorflow_datasets as tfds
 

@@ -9,7 +9,8 @@ _SOURCES = option(
     "sources",
     "SOURCE",
     "text: a file, folder or glob, optionally as KIND:… (google, paragraphs, books, wikitext, "
-    "wikiextractor, wikiextractor-json, mediawiki, jsonl, parquet, tfds:NAME/CONFIG) and with "
+    "wikiextractor, wikiextractor-json, mediawiki, jsonl, parquet, tfds:NAME/CONFIG, "
+    "hf:NAME,CONFIG:SPLIT) and with "
     "…@WEIGHT; plain, .gz, .bz2, .xz or .zst",
     nargs="+",
 )

@@ -19,7 +19,13 @@ from typing import Any
 
 from bert_jax import storage
 from bert_jax.data.formats import KINDS
-from bert_jax.data.readers import DOCUMENT_CHARACTERS, LONG_DOCUMENT, RawDocument, Reader
+from bert_jax.data.readers import (
+    DATASETS,
+    DOCUMENT_CHARACTERS,
+    LONG_DOCUMENT,
+    RawDocument,
+    Reader,
+)
 from bert_jax.errors import UserError, did_you_mean, with_user_paths
 from bert_jax.storage.files import one_line_errors
 
@@ -38,9 +44,9 @@ class Source:
     Attributes:
         spec: the specification as the user wrote it.
         kind: one of `KINDS`, or None to detect it for each file.
-        pattern: a folder, a glob or a file; NAME/CONFIG for "tfds".
+        pattern: a folder, a glob or a file; the name of one of `DATASETS`.
         weight: number of copies of each document; a fraction selects that share of the documents.
-        files: the files that match the pattern, sorted; empty for "tfds".
+        files: the files that match the pattern, sorted; empty for `DATASETS`.
     """
 
     spec: str
@@ -100,8 +106,8 @@ class Report:
 def parse_source(spec: str) -> Source:
     """Parse `[KIND:]GLOB_OR_FOLDER[@WEIGHT]` and find the files.
 
-    Examples: `books:novels/`, `wiki/**/*.gz@0.5`, `tfds:wikipedia/20230601.en`. A folder stands
-    for all files below it except hidden ones.
+    Examples: `books:novels/`, `wiki/**/*.gz@0.5`, `tfds:wikipedia/20230601.en`,
+    `hf:wikimedia/wikipedia,20231101.en:train`. A folder stands for all files below it except hidden ones.
     """
     kind, pattern, weight = None, spec, 1.0
     prefix, colon, rest = spec.partition(":")
@@ -128,7 +134,7 @@ def parse_source(spec: str) -> Source:
                 f"source {spec!r}: the weight {number!r} is not a positive number up to "
                 f"{_MAX_WEIGHT:,}; write for example @0.5 or @3, or omit it"
             )
-    if kind == "tfds":
+    if kind in DATASETS:
         return Source(spec, kind, pattern, weight)
     return Source(spec, kind, pattern, weight, _find_files(spec, pattern))
 
@@ -166,10 +172,10 @@ def _find_files(spec: str, pattern: str) -> tuple[pathlib.Path, ...]:
 
 
 def total_bytes(sources: Iterable[Source]) -> int | None:
-    """Return the total size of the files on disk, or None if a source has no files ("tfds")."""
+    """Return the total size of the files on disk, or None if a source has no files (`DATASETS`)."""
     total = 0
     for source in sources:
-        if source.kind == "tfds":
+        if source.kind in DATASETS:
             return None
         for file in source.files:
             with one_line_errors(f"cannot read {file}"):
@@ -188,8 +194,8 @@ def read(source: Source, report: Report) -> Iterator[RawDocument]:
     whole_copies, fraction = divmod(source.weight, 1)
     warn = functools.partial(report.warn, source.spec)
     reader = Reader(source.kind, source.files, warn, report.count)
-    if source.kind == "tfds":
-        documents = reader.tfds(source.pattern)
+    if source.kind in DATASETS:
+        documents = reader.dataset(source.kind, source.pattern)
     else:
         documents = itertools.chain.from_iterable(map(reader.documents, source.files))
     for document in _split_long_documents(documents, source.spec, report):

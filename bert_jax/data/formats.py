@@ -19,6 +19,7 @@ KINDS = {
     "jsonl": 'a JSON object per line, with a field "text"',
     "parquet": 'Parquet with a column "text"',
     "tfds": "a prepared TensorFlow Datasets corpus, NAME/CONFIG",
+    "hf": "a dataset of the Hugging Face Hub or of a folder, NAME[,CONFIG][:SPLIT]",
 }
 
 # Longer lines are whole paragraphs; paragraphs of shorter lines end at a blank line.

@@ -34,6 +34,8 @@ LONG_DOCUMENT = (
     "split it into several documents",
 )
 _EMPTY_TEXT = "a text is empty", "skipped it"
+# Kinds of sources that are read by a library, by their name.
+DATASETS = ("tfds", "hf")
 
 
 class RawDocument(NamedTuple):
@@ -43,7 +45,7 @@ class RawDocument(NamedTuple):
         text: wiki markup for "mediawiki", plain text otherwise; at most `DOCUMENT_CHARACTERS`.
         kind: one of `KINDS`.
         file: path of its file.
-        line: line number of its start, from 1 (the record number for "parquet" and "tfds").
+        line: line number of its start, from 1 (the record number for "parquet" and `DATASETS`).
         copies: how many times the document counts, from the source's weight; at least 1.
     """
 
@@ -256,33 +258,70 @@ class Reader:
                 else:
                     self._warn(path, number, *_EMPTY_TEXT)
 
-    def tfds(self, name: str) -> Iterator[RawDocument]:
-        """Stream the documents of a corpus of TensorFlow Datasets."""
-        try:
-            import tensorflow_datasets as tfds
-        except ImportError:
-            raise missing(f"source 'tfds:{name}' needs TensorFlow Datasets", "tfds") from None
-        try:
-            # Unlike tfds.load, random access to ArrayRecord files does not need TensorFlow.
-            data = tfds.data_source(name, split="train", data_dir=os.environ.get("TFDS_DATA_DIR"))
-            features = list(data.dataset_info.features)
-        except Exception as error:  # dataset code, the network or the disk may raise anything
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise UserError(
-                f"source 'tfds:{name}': {reason.rstrip('.')}; prepare it on a machine "
-                'with network access and file_format="array_record", and set TFDS_DATA_DIR to its '
-                "folder"
-            ) from None
-        if "text" not in features:
-            raise UserError(
-                f'tfds:{name}: no feature "text" (it has: {", ".join(features)}); choose another'
-            )
-        for index in range(len(data)):
-            text = data[index]["text"].decode(errors="replace")
+    def dataset(self, kind: str, name: str) -> Iterator[RawDocument]:
+        """Stream the documents of a dataset of a library, one of `DATASETS`."""
+        for number, text in enumerate(_tfds(name) if kind == "tfds" else _hugging_face(name), 1):
             if text.strip():
-                yield RawDocument(text, "tfds", name, index + 1)
+                yield RawDocument(text, kind, name, number)
             else:
-                self._warn(f"tfds:{name}", index + 1, *_EMPTY_TEXT)
+                self._warn(f"{kind}:{name}", number, *_EMPTY_TEXT)
+
+
+def _tfds(name: str) -> Iterator[str]:
+    """Yield the texts of a prepared corpus of TensorFlow Datasets."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        raise missing(f"source 'tfds:{name}' needs TensorFlow Datasets", "tfds") from None
+    try:
+        # Unlike tfds.load, random access to ArrayRecord files does not need TensorFlow.
+        data = tfds.data_source(name, split="train", data_dir=os.environ.get("TFDS_DATA_DIR"))
+        features = list(data.dataset_info.features)
+    except Exception as error:  # dataset code, the network or the disk may raise anything
+        raise UserError(
+            f"source 'tfds:{name}': {_reason(error)}; prepare it on a machine with network access and "
+            'file_format="array_record", and set TFDS_DATA_DIR to its folder'
+        ) from None
+    _require_text(f"tfds:{name}", features)
+    yield from (data[index]["text"].decode(errors="replace") for index in range(len(data)))
+
+
+def _hugging_face(name: str) -> Iterator[str]:
+    """Yield the texts of a dataset of the Hugging Face Hub or a folder, NAME[,CONFIG][:SPLIT].
+
+    It is streamed, so it need not fit on the disk. `datasets` runs no code of a repository since version 4.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise missing(f"source 'hf:{name}' needs Hugging Face's datasets", "hf") from None
+    path, _, split = name.partition(":")
+    repository, _, config = path.partition(",")
+    try:
+        split = split or "train"
+        data = datasets.load_dataset(repository, config or None, split=split, streaming=True)
+        for number, record in enumerate(data):
+            if not number:
+                _require_text(f"hf:{name}", list(record))
+            yield str(record["text"] or "")
+    except UserError:
+        raise
+    except Exception as error:  # the library, the network or the disk may raise anything
+        raise UserError(
+            f"source 'hf:{name}': {_reason(error)}; write hf:NAME[,CONFIG][:SPLIT], and check the name and "
+            "the network"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+
+
+def _require_text(source: str, columns: list[str]) -> None:
+    if "text" not in columns:
+        raise UserError(
+            f'{source}: no feature "text" (it has: {", ".join(columns)}); choose another'
+        )
 
 
 def _without_wikitext_marks(line: str) -> str:
