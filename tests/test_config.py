@@ -240,7 +240,10 @@ def test_bad_config_file_error_names_the_file(tmp_path, content, key):
     "name",
     [
         *sorted(path.name for path in FOLDER.glob("[!_]*.py")),
-        *(f"pretrain.py:{size}" for size in ("base,128", "mini,128,512", "teaching", "L6-H768-A3")),
+        *(
+            f"pretrain.py:{size}"
+            for size in ("base,128", "mini,128,512", "micro", "teaching", "L6-H768-A3")
+        ),
     ],
 )
 def test_every_config_file_loads_and_round_trips(name):
@@ -277,6 +280,7 @@ def test_config_of_a_run_has_the_constraints_of_settings(tmp_path, key, value):
     ("name", "shape"),
     [
         ("tiny", (2, 128, 2, 512)),
+        ("micro", (3, 192, 3, 768)),
         ("mini", (4, 256, 4, 1024)),
         ("small", (4, 512, 8, 2048)),
         ("medium", (8, 512, 8, 2048)),

@@ -1,5 +1,6 @@
 """The quickstart: its downloads, and a run from text to filled masks."""
 
+import csv
 import hashlib
 import importlib.util
 import io
@@ -8,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 
 import pytest
 
@@ -94,8 +96,8 @@ def test_rerun_reuses_vocabulary_and_propagates_exit_status(tmp_path, quickstart
     quickstart.quickstart(*arguments)
     first = log.read_text().splitlines()
     assert [line.split()[0] for line in first] == VERBS
-    (tmp_path / "out" / "rows8").mkdir()
-    (tmp_path / "out" / "rows8" / "manifest.json").write_text("{}")
+    (tmp_path / "out" / "vocab").mkdir()
+    (tmp_path / "out" / "vocab" / "vocab.json").write_text("{}")
     monkeypatch.setenv("FAILING", "pretrain")
     log.unlink()
     with pytest.raises(SystemExit) as stopped:
@@ -104,11 +106,31 @@ def test_rerun_reuses_vocabulary_and_propagates_exit_status(tmp_path, quickstart
     assert log.read_text().splitlines() == first[1:6]
 
 
+def test_table_has_sentences_of_each_source_by_document(tmp_path, quickstart, monkeypatch):
+    monkeypatch.setattr(quickstart, "SENTENCES", {"train": 20, "dev": 6})
+    for name in ("cats", "dogs"):
+        lines = (
+            (f"The {name} of house {i} run in garden {j}." for j in range(4)) for i in range(40)
+        )
+        (tmp_path / f"{name}.txt").write_text("\n\n".join("\n".join(x) for x in lines))
+    quickstart.write_table([tmp_path / "cats.txt", f"{tmp_path}/dogs.txt"], tmp_path / "table")
+    houses = {}
+    for split, count in (("train", 20), ("dev", 6)):
+        with (tmp_path / "table" / f"{split}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert all(f" {row['label']} " in row["text"] for row in rows)
+        assert Counter(row["label"] for row in rows) == {"cats": count, "dogs": count}
+        houses[split] = {row["text"].split()[4] for row in rows}
+    assert not houses["train"] & houses["dev"]
+
+
 @pytest.mark.nightly
 def test_quickstart_runs_from_text_to_filled_masks(tmp_path, corpus):
     # With few steps, optimizing the compiled program costs more time than it saves.
     env = {**ONE_DEVICE, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    options = ["--corpus", corpus, "--folder", "out", "--steps", "8"]
+    other = tmp_path / "other.txt"
+    other.write_text(pathlib.Path(corpus).read_text().replace(" the ", " some "))
+    options = ["--corpus", corpus, other, "--folder", "out", "--steps", "8"]
     done = subprocess.run(
         [sys.executable, SCRIPT, *options], cwd=tmp_path, env=env, capture_output=True, text=True
     )
@@ -117,3 +139,8 @@ def test_quickstart_runs_from_text_to_filled_masks(tmp_path, corpus):
     assert done.stdout.count("[MASK]") >= 5
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "out" / "text").exists()  # nothing was downloaded
+    steps = done.stdout.partition("Next steps")[2].partition("Longer")[0].splitlines()
+    commands = [line for line in steps if line.startswith("    ")]
+    assert len(commands) == 5
+    for command in commands:
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=env)

@@ -21,6 +21,7 @@ def phases(config: Config) -> list[Phase]:
 def rows(train: int = 800, heldout_tokens: int = 100_000) -> dict:
     return {
         "digest": "",
+        "pairs": "nsp",
         "train": {"rows": train, "real_tokens": 32 * train},
         "heldout": {"rows": 2_000, "real_tokens": heldout_tokens},
     }
@@ -41,7 +42,8 @@ def test_sensible_settings_have_no_warning():
         given = phases(settings)
         assert not list(summary.warnings(settings, given, [rows()] * len(given)))
     causal = config(causal=True, next_sentence=False)  # predicts all held-out tokens
-    assert not list(summary.warnings(causal, phases(causal), [rows(heldout_tokens=3_000)]))
+    single = rows(heldout_tokens=3_000) | {"pairs": "none"}
+    assert not list(summary.warnings(causal, phases(causal), [single]))
     tuned = FinetuneConfig(steps=100, optim=OptimConfig(warmup_steps=10))
     assert not list(summary.warnings(tuned, phases(config(100)), [{"digest": ""}]))
 
@@ -53,6 +55,7 @@ def test_sensible_settings_have_no_warning():
         (config(99), rows(), "99%"),
         (config(10_100), rows(), "101 times"),
         (config(), rows(heldout_tokens=3_000), "450 tokens"),
+        (config(next_sentence=False), rows(), "--pairs none"),
         (dataclasses.replace(config(), evaluate_rows=40), rows(), "300 tokens"),
     ],
 )

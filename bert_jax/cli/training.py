@@ -184,4 +184,5 @@ def _evaluate(options) -> None:
     else:
         print(f"step {step:,} of {options.workdir}, held-out")
         for name, value in metrics.items():
-            print(f"  {name:24} {value:.4f}")
+            if name != "real_fraction":  # of the tokens, for the speed
+                print(f"  {name:24} {value:.4f}")

@@ -7,7 +7,9 @@ from bert_jax.config.fields import with_fields
 from bert_jax.config.model import ModelConfig
 from bert_jax.errors import UserError
 
-SIZES = {  # Devlin et al.; small ones from Turc et al. (arXiv 1908.08962)
+# Devlin et al.; small ones from Turc et al. (arXiv 1908.08962), except "micro", that of the quickstart.
+SIZES = {
+    "micro": (3, 192, 3),
     "tiny": (2, 128, 2),
     "mini": (4, 256, 4),
     "small": (4, 512, 8),

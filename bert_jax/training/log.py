@@ -82,6 +82,10 @@ class Log:
 
     def begin(self, phase: Phase, step: int) -> None:
         """Log the steps after `step` as those of `phase`."""
+        if step and step == phase.first_step:
+            self._progress.say(
+                f"step {step:,}: rows of T={phase.tokens} from here, whose losses do not compare with earlier ones"
+            )
         self._phase, self._clock = phase, (step, time.monotonic())
 
     def training(self, step: int, sums: dict[str, Any]) -> None:

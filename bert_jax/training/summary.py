@@ -39,6 +39,7 @@ def start_lines(
     yield (
         f"model: L{model.layers}-H{model.hidden}-A{model.heads}, "
         f"{parameter_count(params, model):,} parameters, vocabulary of {model.vocab_size:,}"
+        + ("; no next-sentence prediction" * (model.masked_lm and not model.next_sentence))
     )
     if isinstance(config, Config):
         if "init" in data[0]:
@@ -100,6 +101,11 @@ def warnings(
         yield (
             f"warning: the run sees all rows {epochs:,.0f} times: it will overfit; lower config.steps "
             "or prepare more text"
+        )
+    if not config.model.next_sentence and any(rows["pairs"] == "nsp" for rows in data):
+        yield (
+            "warning: half of the rows' pairs are of unrelated sentences, but the model has no next-sentence "
+            "prediction: prepare rows with --pairs none, or set --config.model.next_sentence=true"
         )
     targets = math.inf
     for heldout in (rows["heldout"] for rows in data):

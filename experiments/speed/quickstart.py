@@ -39,7 +39,7 @@ def answers(clone: pathlib.Path, output: str) -> list[str]:
     """Return the held-out metrics and the predictions that the quickstart prints."""
     results = output.partition("5/6 ")[2].partition("\n6/6 ")[0]
     lines = results.replace(f"{clone}/", "").splitlines()[1:]
-    left_out = ("  $ ", "  loss ", "  real_fraction ")
+    left_out = ("  $ ", "  loss ")
     return [line for line in lines if line.strip() and not line.startswith(left_out)]
 
 
