@@ -19,7 +19,10 @@ ROOT = pathlib.Path(bert_jax.__file__).parent
 
 def test_wheel_has_all_packages():
     folders = {path.parent.relative_to(ROOT.parent) for path in ROOT.rglob("__init__.py")}
-    names = {".".join(folder.parts) for folder in folders} | {"bert_jax.configs"}
+    names = {".".join(folder.parts) for folder in folders} | {
+        "bert_jax.configs",
+        "bert_jax.tools.launch.scripts",
+    }
     settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
     assert set(settings["tool"]["setuptools"]["packages"]) == names
 
