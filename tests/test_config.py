@@ -6,7 +6,8 @@ import pathlib
 
 import pytest
 
-from bert_jax.config import fields, flags
+from bert_jax import cli
+from bert_jax.config import fields, flags, listing
 from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
 from bert_jax.config.model import HeadConfig, ModelConfig
@@ -295,6 +296,28 @@ def test_config_of_a_run_has_the_constraints_of_settings(tmp_path, key, value):
 def test_model_sizes(name, shape):
     model = model_size(name)
     assert (model.layers, model.hidden, model.heads, model.feed_forward) == shape
+
+
+def test_config_lists_settings_with_values_and_help(capsys, monkeypatch):
+    def listed(*arguments):
+        assert cli.main(["config", *arguments, "--json"]) == 0
+        lines = map(json.loads, capsys.readouterr().out.splitlines())
+        return {line.pop("key"): line for line in lines}
+
+    known = fields.flatten(Config()) | fields.flatten(FinetuneConfig())
+    assert listed("--all").keys() == known.keys() > listing.USUAL
+    mini = listed("mini,128")
+    assert (mini["steps"]["value"], mini["steps"]["default"]) == (20_000, 1_000_000)
+    assert mini["steps"]["help"]
+    assert "mesh.data" not in mini
+    assert "model.norm.kind" in listed("modern-base")  # because it differs
+    rte = listed("rte", "--all")
+    assert rte["task.name"]["value"] == "rte"
+    assert rte["accumulation"]["help"] == mini["accumulation"]["help"]  # inherited
+    assert not rte.keys() & flags.DERIVED.keys()
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["config", "--all"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_phase_ends():

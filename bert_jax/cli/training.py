@@ -1,7 +1,10 @@
 """Verbs that train and evaluate runs."""
 
+import functools
 import json
 import os
+import shutil
+import textwrap
 from typing import Any
 
 from bert_jax.cli.common import (
@@ -46,6 +49,47 @@ def _start(options) -> Any:
     # Before a model is opened, at which Orbax waits for all processes.
     distributed.check_same_on_all_processes({"--workdir": options.workdir, "--init": options.init})
     return config
+
+
+@verb(
+    option("name", "NAME[:ARG]", "a config, as for --config; none shows the defaults", nargs="?"),
+    flag(
+        "--all", "show all settings, not only those that are often set or that the config changes"
+    ),
+    flag("--json", "print one JSON line per setting"),
+)
+def _config(options) -> None:
+    """Show the settings of a config, or of all runs, with their values and meanings.
+
+    bert-jax config mini,128
+    bert-jax config glue:rte --all
+    bert-jax config --all | grep learning_rate
+    """
+    from bert_jax.config import flags, listing
+    from bert_jax.config.schema import TrainConfig
+
+    def chosen(setting: listing.Setting) -> bool:
+        return options.all or setting.key in listing.USUAL or setting.value != setting.default
+
+    groups = listing.defaults(chosen)
+    if options.name:
+        groups = listing.groups_of(flags.load([f"--config={options.name}"], TrainConfig), chosen)
+    wrap = functools.partial(textwrap.fill, width=min(shutil.get_terminal_size().columns, 100))
+    for group in groups:
+        if not options.json:
+            print(wrap(f"{group.key}: {group.help}"))
+        for setting in group.settings:
+            key, value, default, text = setting
+            if options.json:
+                print(json.dumps(setting._asdict(), ensure_ascii=False))
+                continue
+            print(f"  --config.{key}={value}" + f"  (default {default!r})" * (value != default))
+            if text:
+                print(wrap(text, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        if not options.json:
+            print()
+    if not (options.all or options.json):
+        print(f"all settings: bert-jax config {f'{options.name} ' * bool(options.name)}--all")
 
 
 @verb(

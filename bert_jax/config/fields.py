@@ -57,15 +57,27 @@ def flatten(config: Any) -> dict[str, Any]:
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
     """Yield the dotted path, field and value of every leaf."""
+    for path, group in groups(config, prefix):
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            if not any(map(dataclasses.is_dataclass, _items("", value).values())):
+                yield f"{path}{field.name}", field, value
+
+
+def groups(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the config, and every dataclass in it, with the prefix of the paths of its fields."""
+    yield prefix, config
     for field in dataclasses.fields(config):
-        value, path = getattr(config, field.name), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            yield from leaves(value, f"{path}.")
-        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            for i, item in enumerate(value):
-                yield from leaves(item, f"{path}[{i}].")
-        else:
-            yield path, field, value
+        items = _items(f"{prefix}{field.name}", getattr(config, field.name))
+        for path, item in items.items():
+            if dataclasses.is_dataclass(item):
+                yield from groups(item, f"{path}.")
+
+
+def _items(path: str, value: Any) -> dict[str, Any]:
+    """Return the items of a tuple by their paths; of another value itself."""
+    is_tuple = isinstance(value, tuple)
+    return {f"{path}[{i}]": x for i, x in enumerate(value)} if is_tuple else {path: value}
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from bert_jax.config.sizes import ARCHITECTURES, SIZES, model_size
 from bert_jax.errors import UserError, did_you_mean, nearest
 
 # Keys that fine-tuning derives from other settings, so setting them would have no effect.
-_DERIVED = {
+DERIVED = {
     "optim.warmup_steps": "config.warmup_fraction",
     "model.vocab_size": "the vocabulary",
     **{
@@ -43,9 +43,11 @@ def find(value: str, kind: type) -> str:
 
     Args:
         value: a path or name and its argument, or an argument alone.
-        kind: `Config` or `FinetuneConfig`, which decides whose argument it is.
+        kind: `Config` or `FinetuneConfig`, which decides whose argument it is; `TrainConfig`: either.
     """
     name, colon, argument = value.partition(":")
+    if kind is TrainConfig and value in GLUE:
+        kind = FinetuneConfig
     if is_path(value):
         return value
     sizes = (*SIZES, *ARCHITECTURES)
@@ -169,9 +171,9 @@ def keys(arguments: Iterable[str]) -> list[str]:
 
 def _check_key(key: str, config: TrainConfig) -> None:
     flat = flatten(config)
-    if isinstance(config, FinetuneConfig) and key in _DERIVED:
+    if isinstance(config, FinetuneConfig) and key in DERIVED:
         raise UserError(
-            f"config.{key} follows from {_DERIVED[key]} when fine-tuning: set that instead"
+            f"config.{key} follows from {DERIVED[key]} when fine-tuning: set that instead"
         )
     if key in flat:
         return

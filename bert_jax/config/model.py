@@ -159,8 +159,11 @@ class ModelConfig:
         "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert"
     )
     layers: int = positive(12, 1_000)
+    # Size of the hidden states.
     hidden: int = positive(768, 1_000_000)
+    # Attention heads, each of size hidden / heads.
     heads: int = positive(12, 1_000_000)
+    # Hidden size of the feed-forward layers.
     feed_forward: int = positive(3072, 10_000_000)
     # 0: the size of the vocabulary that the rows were tokenized with.
     vocab_size: int = not_negative(0, 100_000_000)
@@ -170,6 +173,7 @@ class ModelConfig:
     # Size of the embeddings, projected to `hidden` before the first layer; 0 is `hidden` (ELECTRA,
     # section 3.2).
     embedding_size: int = not_negative(0, 1_000_000)
+    # Maximum number of tokens per row.
     positions: int = positive(512, 10_000_000)
     # Number of segment (token type) embeddings: 2 in BERT, 1 in RoBERTa (the same for all tokens),
     # 0 for none.
@@ -191,7 +195,9 @@ class ModelConfig:
     rope_theta: float = positive(10_000.0)
     local: LocalAttentionConfig = dataclasses.field(default_factory=LocalAttentionConfig)
     norm: NormConfig = dataclasses.field(default_factory=NormConfig)
+    # Of embeddings and sublayers, and below fine-tuning heads.
     dropout: float = below_one(0.1)
+    # Of attention probabilities.
     attention_dropout: float = below_one(0.1)
     # Source of dropout's random bits, always a function of seed and step: "hash" (a counter-based
     # hash, almost free), "threefry" (JAX's default, slow on CPU) or "rbg" (the accelerator's

@@ -65,7 +65,9 @@ class OptimConfig:
     # along their orthogonalized momentum, scaled to AdamW's usual length (Liu et al., arXiv
     # 2502.16982), all other parameters by AdamW.
     optimizer: str = one_of("adam", "adamw", "lamb", "adafactor", "muon")
+    # The peak, after warm-up.
     learning_rate: float = positive(1e-4)
+    # Steps in which the learning rate rises linearly from 0.
     warmup_steps: int = not_negative(10_000)
     # Decay to end_fraction of the peak at the last step: "linear", "polynomial" (with `power`) and
     # "cosine" are counted from step 0, as in BERT, "linear_from_warmup" from the end of warm-up, as
@@ -107,8 +109,7 @@ class PhaseConfig:
     fraction: float = positive(1.0)
     # Global number of rows per step, over all devices and hosts. 0 takes config.batch_size.
     batch_size: int = not_negative(0)
-    # Gradient accumulation: split a batch into this many parts, computed in turn. 0 takes
-    # config.accumulation.
+    # As config.accumulation, which 0 takes.
     accumulation: int = not_negative(0)
 
 
@@ -220,9 +221,11 @@ class TrainConfig:
     distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
     # Initial weights, data order, masking and dropout are functions of the seed and the step.
     seed: int = not_negative(0)
+    # Length of the run, in updates of the parameters.
     steps: int = positive(1_000_000)
     # Global number of rows per step, over all devices and hosts. Fine-tuning: number of examples.
     batch_size: int = positive(256)
+    # Gradient accumulation: split a batch into this many parts, computed in turn.
     accumulation: int = positive(1)
     # Held-out evaluation; 0 evaluates only at the end (fine-tuning: once per epoch).
     evaluate_every_steps: int = not_negative(1_000)
@@ -284,10 +287,13 @@ class TaskConfig:
     train: str = ""
     dev: str = ""
     test: str = ""
-    # Columns: the text or pair of texts, the target, and the choices of "choice".
+    # Column of the text, or of the first text of a pair.
     text_a: str = "text"
+    # Column of the second text; "" for single texts.
     text_b: str = ""
+    # Column of the target.
     label: str = "label"
+    # Columns of the choices of "choice".
     choices: tuple[str, ...] = ()
     # Pairs: `text_a` is the anchor and `text_b` the text that it should be similar to; "" takes the
     # same text with other dropout (SimCSE, Gao et al., arXiv 2104.08821). Columns of texts that the
@@ -317,9 +323,10 @@ class TaskConfig:
 
 @dataclasses.dataclass
 class FinetuneConfig(TrainConfig):
-    """A fine-tuning run (Devlin et al., section 4). `steps` is computed from `epochs`."""
+    """A fine-tuning run (Devlin et al., section 4)."""
 
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+    # Passes over the training data.
     epochs: float = positive(3.0)
     # Fraction of the steps; sets optim.warmup_steps.
     warmup_fraction: float = below_one(0.1)
@@ -333,6 +340,7 @@ class FinetuneConfig(TrainConfig):
     # Do not pack: one sequence per row. Slower; for comparison.
     one_a_row: bool = False
     batch_size: int = positive(32)
+    # Length of the run; 0 computes it from epochs.
     steps: int = not_negative(0)
     evaluate_every_steps: int = not_negative(0)
     log_every_steps: int = positive(20)
