@@ -9,6 +9,8 @@ import threading
 import pytest
 
 from bert_jax import __version__, cli
+from bert_jax.config import fields, flags
+from bert_jax.config.schema import Config, FinetuneConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -69,6 +71,15 @@ def test_version_option_prints_versions(capsys):
         (["pretain"], "did you mean pretrain?"),
         (["pretrain", "--wordir", "x"], "did you mean --workdir?"),
         (["vocab", "--out", "x", "--size", "a", "y"], "--size"),
+        (["pretrain", "--max_steps=9"], "did you mean --config.steps?"),
+        (["pretrain", "--learning-rate", "9"], "did you mean --config.optim.learning_rate?"),
+        (["pretrain", "--epochs", "9"], "did you mean --config.steps?"),
+        (["pretrain", "--max_seq_length", "9"], "did you mean --config.phases[0].tokens?"),
+        (["finetune", "--num_train_epochs", "9"], "did you mean --config.epochs?"),
+        (["finetune", "--max_seq_length", "9"], "did you mean --config.task.tokens?"),
+        (["finetune", "--warmup_steps", "9"], "did you mean --config.warmup_fraction?"),
+        (["finetune", "--output_dir", "x"], "did you mean --workdir?"),
+        (["fill-mask", "--model_name_or_path", "x"], "did you mean --init?"),
         (["sweep", "--jobs", "0"], "--jobs: 0: it must be 1 or more"),
     ],
 )
@@ -78,6 +89,15 @@ def test_command_line_error_is_one_line(capsys, arguments, message):
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_suggestions_for_options_of_other_programs_exist():
+    known = {
+        option for verb in cli.parser().verbs.values() for option in verb._option_string_actions
+    }
+    known |= fields.flatten(Config()).keys() | fields.flatten(FinetuneConfig()).keys()
+    guesses = {guess for guesses in flags._ELSEWHERE.values() for guess in guesses}
+    assert {guess.partition("=")[0] for guess in guesses if " " not in guess} <= known
 
 
 @pytest.mark.parametrize(("size", "status"), [(1, 2), (100_000, 0)])

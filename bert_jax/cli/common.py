@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import shtab
 
-from bert_jax.errors import EXIT_USER_ERROR, UserError, did_you_mean
+from bert_jax.errors import EXIT_USER_ERROR, UserError
 from bert_jax.runtime.progress import Progress
 
 # Adds an argument, or several, to the parser of a verb.
@@ -114,11 +114,14 @@ class Parser(argparse.ArgumentParser):
 
     def check_options(self, arguments: Iterable[str]) -> None:
         """Exit with an error for an unknown option, which argparse would report as others missing."""
+        from bert_jax.config import flags
+
         known = self._option_string_actions
         for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
             option = argument.partition("=")[0]
             if option.startswith("--") and option not in known:
-                self.error(f"{option}: unknown option{did_you_mean(option, known)}")
+                kind = _kind_of(self.get_default("verb_settings"))
+                self.error(f"{option}: unknown option{flags.suggest(option, known, kind)}")
 
 
 def split_command(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -163,18 +166,25 @@ def print_next(options: argparse.Namespace, command: Sequence[str]) -> None:
         print(f"next: bert-jax {shlex.join(command)}")
 
 
+def _kind_of(verb: Verb) -> Any:
+    """Return the type of the config that a verb takes, or None."""
+    from bert_jax.config.schema import Config, FinetuneConfig
+
+    if not verb.takes_config:
+        return None
+    return FinetuneConfig if verb.run.__name__ == "_finetune" else Config
+
+
 def load_config(options: argparse.Namespace) -> Any:
     """Return the config of a parsed command that takes one, with its --teacher, --rows and --data."""
     from bert_jax.config import flags
     from bert_jax.config import schema as config_lib
 
-    is_finetuning = options.verb == "finetune"
     settings = list(options.config)
     if teacher := getattr(options, "teacher", None):
         settings.append(f"--config.distill.teacher={teacher}")
-    kind = config_lib.FinetuneConfig if is_finetuning else config_lib.Config
-    config = flags.load(settings, kind)
-    if not is_finetuning:
+    config = flags.load(settings, _kind_of(options.verb_settings))
+    if isinstance(config, config_lib.Config):
         config_lib.take_rows(config, options.rows)
     elif options.data:
         config.task.data = options.data

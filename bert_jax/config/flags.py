@@ -31,6 +31,41 @@ DERIVED = {
     **{f"model.lora.{field.name}": "config.lora" for field in dataclasses.fields(LoraConfig)},
 }
 
+# Options of transformers' and Google's programs: ours, keys of settings or verbs, of which the first that
+# exists is meant.
+_ELSEWHERE = {
+    "output_dir": ("--workdir", "--out"),
+    "model_name_or_path": ("--init",),
+    "init_checkpoint": ("--init",),
+    "input_file": ("--rows", "task.train"),
+    "data_dir": ("--data", "--rows"),
+    "train_file": ("task.train", "--rows"),
+    "validation_file": ("task.dev", "--rows"),
+    "test_file": ("task.test",),
+    "do_train": ("to leave it out, as the verb trains",),
+    "do_eval": ("`bert-jax evaluate`",),
+    "do_predict": ("`bert-jax predict`",),
+    "epochs": ("steps",),
+    "num_train_epochs": ("epochs", "steps"),
+    "max_seq_length": ("task.tokens", "phases[0].tokens"),
+    "gradient_accumulation_steps": ("accumulation",),
+    "lr": ("optim.learning_rate",),
+    "max_grad_norm": ("optim.clip_norm",),
+    "adam_epsilon": ("optim.epsilon",),
+    "warmup_steps": ("warmup_fraction",),
+    "num_warmup_steps": ("optim.warmup_steps", "warmup_fraction"),
+    "warmup_ratio": ("warmup_fraction",),
+    "lr_scheduler_type": ("optim.schedule",),
+    "mlm_probability": ("masking.rate",),
+    "masked_lm_prob": ("masking.rate",),
+    "save_steps": ("checkpoint.every_steps",),
+    "eval_steps": ("evaluate_every_steps",),
+    "logging_steps": ("log_every_steps",),
+    "report_to": ("trackers",),
+    "bf16": ("model.dtype=bfloat16",),
+    "fp16": ("model.dtype=bfloat16",),
+}
+
 
 # An installed package contains the configs; in a checkout they are at the top level.
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -184,6 +219,29 @@ def _check_key(key: str, config: TrainConfig) -> None:
     guess = _nearest_key(key, list(flat))
     hint = f"; did you mean config.{guess}?" if guess else ""
     raise UserError(f"config.{key}: unknown key{hint}")
+
+
+def suggest(option: str, known: Iterable[str], kind: type[TrainConfig] | None) -> str:
+    """Return the end of a message about an unknown option, such as "; did you mean --config.steps?".
+
+    Args:
+        option: what was given.
+        known: the options of the verb.
+        kind: type of its config, whose keys are options too; None if it takes none.
+    """
+    keys = [*flatten(kind())] if kind else []
+    if kind is FinetuneConfig:
+        keys = [key for key in keys if key not in DERIVED]
+    choices = {key.rpartition(".")[2]: f"--config.{key}" for key in reversed(keys)}
+    choices |= {key: f"--config.{key}" for key in keys} | {name: name for name in known}
+    name = option.strip("-").replace("-", "_")
+    for guess in (name, *_ELSEWHERE.get(name, ())):
+        key, equals, value = guess.partition("=")
+        if key in choices or " " in key:
+            return f"; did you mean {choices.get(key, key)}{equals}{value}?"
+    if keys and not nearest(option, known) and (key := _nearest_key(name, keys)):
+        return f"; did you mean --config.{key}?"
+    return did_you_mean(option, known)
 
 
 def _nearest_key(key: str, keys: list[str]) -> str:
