@@ -362,6 +362,7 @@ def test_empty_source_writes_empty_output(tmp_path, suffix):
         ("a.parquet", {"text": ["a", None]}, "row 2"),
         ("a.csv", b"x", "unknown file format"),
         ("a.txt", None, "does not exist"),
+        ("folder", None, "does not exist"),
     ],
 )
 def test_bad_source_is_a_one_line_error(tmp_path, monkeypatch, name, content, key):

@@ -160,6 +160,7 @@ def test_csv_written_by_python_is_read_back(tmp_path_factory, rows):
         ("a.parquet", {"text": ["a", "b"], "label": [None, 1]}, "row 1: no 'label'"),
         ("a.xlsx", b"x", "unknown file format"),
         ("a.tsv", None, "does not exist"),
+        ("folder", None, "does not exist"),
     ],
 )
 def test_malformed_table_error_names_the_row(tmp_path, name, data, key):

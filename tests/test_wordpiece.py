@@ -256,7 +256,13 @@ def test_training_is_deterministic(tmp_path):
     digests = set()
     for threads in "1", "3":
         environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        command = [sys.executable, "-c", program, f"google:{tmp_path}/text.txt", f"{tmp_path}/o"]
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            f"google:{tmp_path}/text.txt",
+            f"{tmp_path}/{threads}",
+        ]
         digests.add(subprocess.check_output(command, env=environment))
     assert len(digests) == 1
 
@@ -279,15 +285,23 @@ def test_training_rejects_small_size_and_empty_text(tmp_path):
         train(tmp_path, text="\n")
 
 
-def test_training_into_a_used_folder_requires_force(tmp_path):
-    """A folder with other files, such as those of a run, is rejected without --force."""
+def test_existing_files_require_force(tmp_path):
     source, out = tmp_path / "text.txt", tmp_path / "run"
     source.write_text("The cat saw the dog.\nThe dog saw the cow.\n" * 20)
     out.mkdir()
-    (out / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"run .*config\.json.*--force"):
-        wordpiece.train([str(source)], out, size=200)
-    assert [path.name for path in out.iterdir()] == ["config.json"]
-    first = wordpiece.train([str(source)], out, size=200, force=True)
-    (out / "config.json").unlink()
-    assert wordpiece.train([str(source)], out, size=200) == first == vocabulary_files.load(out)
+    first = wordpiece.train([str(source)], out, size=200)  # an empty folder
+    before = (out / "vocab.txt").stat()
+    with pytest.raises(UserError, match=r"run .*vocab\.txt.*--force"):
+        wordpiece.train([str(source)], out, size=180)
+    assert (out / "vocab.txt").stat() == before
+    assert wordpiece.train([str(source)], out, size=200, force=True) == first
+    assert vocabulary_files.load(out) == first
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_unwritable_folder_is_refused_before_words_are_counted(tmp_path, monkeypatch, force):
+    monkeypatch.setattr(wordpiece, "count_words", None)
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "vocab", "/proc/vocab"):
+        with pytest.raises(UserError, match=str(out)):
+            wordpiece.train([__file__], out, force=force)

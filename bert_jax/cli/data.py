@@ -22,7 +22,7 @@ _SOURCES = option(
     number("--size", 30522, "number of tokens"),
     flag("--cased", "keep case and accents"),
     number("--min-frequency", 2, "minimum occurrences of a piece"),
-    flag("--force", "write to a folder that contains other files"),
+    flag("--force", "replace a vocabulary, or write to a folder that contains other files"),
 )
 def _vocab(options) -> None:
     """Train a WordPiece vocabulary on text.

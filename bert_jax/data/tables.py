@@ -5,7 +5,7 @@ import io
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from bert_jax.data import compressed
@@ -35,6 +35,21 @@ def kind_of(path: str | pathlib.Path) -> str:
     """Return the lowercase suffix that gives the file format, ignoring compression suffixes."""
     suffixes = [suffix.lower() for suffix in pathlib.Path(path).suffixes]
     return next((s for s in reversed(suffixes) if s not in compressed.SUFFIXES), "")
+
+
+def check_kind(
+    path: str | pathlib.Path, kinds: Collection[str], advice: str, kind: str = ""
+) -> str:
+    """Return the format of a file, which must exist and, unless `kind` is given, be named as one of `kinds`.
+
+    The error for another format has `advice` what to use.
+    """
+    if str(path) != STANDARD_INPUT:
+        with files.one_line_errors(f"cannot read {path}"), open(path, "rb"):
+            pass
+    if (kind := kind or kind_of(path)) not in kinds:
+        raise UserError(f"{path}: unknown file format; {advice}")
+    return kind
 
 
 def read(
@@ -67,20 +82,13 @@ def read(
             skipped; without it such a row is an error.
         count: called with the number of bytes read since the last call.
     """
-    kind = kind or kind_of(path)
-    if kind not in KINDS:
-        raise UserError(
-            f"{path}: unknown file format; a table is one of {' '.join(KINDS)}, "
-            f"all but .parquet optionally compressed ({' '.join(compressed.SUFFIXES)})"
-        )
+    suffixes = f"all but .parquet optionally compressed ({' '.join(compressed.SUFFIXES)})"
+    kind = check_kind(path, KINDS, f"a table is one of {' '.join(KINDS)}, {suffixes}", kind)
     if str(path) == STANDARD_INPUT:
         path = "standard input"
         text_lines = lines(sys.stdin.buffer, path)
     else:
-        path = pathlib.Path(path)
-        with files.one_line_errors(f"cannot read {path}"):
-            path.open("rb").close()
-        text_lines = file_lines(path, count)
+        text_lines = file_lines(pathlib.Path(path), count)
     if kind == ".parquet":
         records = _parquet(pathlib.Path(path), texts, others, optional, count)
     elif kind == ".jsonl":

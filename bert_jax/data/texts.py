@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from bert_jax import storage
 from bert_jax.data import compressed, tables
-from bert_jax.errors import UserError
 from bert_jax.storage import files
 
 
@@ -39,12 +38,12 @@ def read(source: str, column: str) -> Texts:
         texts = ((record.fields[column], number) for number, record in enumerate(records, 1))
         return Texts(texts, None, "texts")
     path = pathlib.Path(source)
-    if tables.kind_of(path) not in (".txt", ".jsonl", ".parquet"):
-        raise UserError(
-            f"{path}: unknown file format; use .txt with a text per line, or .jsonl or .parquet with "
-            f"a field for the text (.txt and .jsonl optionally compressed: "
-            f"{' '.join(compressed.SUFFIXES)})"
-        )
+    tables.check_kind(
+        path,
+        (".txt", ".jsonl", ".parquet"),
+        "use .txt with a text per line, or .jsonl or .parquet with a field for the text (.txt and .jsonl "
+        f"optionally compressed: {' '.join(compressed.SUFFIXES)})",
+    )
     bytes_read = 0
 
     def count(size: int) -> None:

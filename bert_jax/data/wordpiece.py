@@ -5,6 +5,7 @@ import heapq
 import itertools
 import os
 import pathlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,10 @@ from bert_jax.data.sentences import split_sentences
 from bert_jax.data.vocabulary import (
     CONTINUATION,
     MAX_WORD_CHARACTERS,
-    SETTINGS,
     SPECIAL,
-    VOCAB,
     Vocabulary,
 )
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, shorten
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
@@ -73,12 +72,11 @@ def train(
         unused: number of unused tokens; None for the default of `reserved`.
         sample_bytes: stop reading each source after this much text; None for no limit.
         language: language code for `split_sentences`.
-        force: write to a folder that contains other files, such as those of a run.
+        force: write to a folder that contains a vocabulary, or other files, such as those of a run.
     """
     from tokenizers import normalizers
 
-    if not force:
-        _check_out(pathlib.Path(out))
+    _check_out(pathlib.Path(out), force)
     head = reserved(size, unused)
     if size < len(head) + 100:
         raise UserError(
@@ -146,18 +144,19 @@ def count_words(
     return words
 
 
-def _check_out(folder: pathlib.Path) -> None:
-    """Refuse to replace the vocabulary of a run or of rows."""
+def _check_out(folder: pathlib.Path, force: bool) -> None:
+    """Refuse a folder that cannot be written to or, unless `force`, has a vocabulary or other files."""
     with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
         if url := storage.remote(folder):
             names = list(storage.listing(url))
         else:
-            names = os.listdir(folder) if folder.is_dir() else []
-    others = sorted(set(names) - {VOCAB, SETTINGS})
-    if others:
+            names = os.listdir(folder) if folder.exists() else []
+            existing = next(path for path in (folder, *folder.parents) if path.exists())
+            tempfile.TemporaryFile(dir=existing).close()
+    if names and not force:
         raise UserError(
-            f"{folder} contains other files ({', '.join(others[:3])}): choose another folder, or add "
-            "--force to replace the vocabulary in it"
+            f"{folder} is not empty ({shorten(sorted(names))}): choose another folder, or add --force to "
+            "replace the vocabulary in it"
         )
 
 

@@ -56,12 +56,8 @@ def read(path: str | pathlib.Path) -> Phenomenon:
         path: .jsonl with `sentence_good` and `sentence_bad`, or .txt with two lines for each pair, the
             ungrammatical one first; may be compressed.
     """
-    path, kind = pathlib.Path(path), tables.kind_of(path)
-    if kind not in _KINDS:
-        raise UserError(
-            f"{path}: unknown file format; use .jsonl with sentence_good and sentence_bad, or .txt with "
-            "two lines for each pair"
-        )
+    advice = "use .jsonl with sentence_good and sentence_bad, or .txt with two lines for each pair"
+    path, kind = pathlib.Path(path), tables.check_kind(path, _KINDS, advice)
     pairs, term, field = [], "", ""
     if kind == ".jsonl":
         for _, values in tables.read(path, ["sentence_good", "sentence_bad"]):
