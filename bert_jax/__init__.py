@@ -14,6 +14,10 @@ __all__ = ["Model", "Output", "Prediction", "UserError", "finetune", "load", "pr
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     # The command line starts without JAX.
     if name not in __all__:

@@ -23,9 +23,10 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
 import numpy as np
@@ -40,6 +41,7 @@ from bert_jax.convert import source as source_lib
 from bert_jax.convert.export import export
 from bert_jax.data import wordpiece
 from bert_jax.data.prepare import prepare
+from bert_jax.data.rows import shape_repr
 from bert_jax.data.vocabulary import VOCAB, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict
@@ -55,6 +57,38 @@ from bert_jax.tasks.base import NEW, Prediction, Text
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+# Options of the command line in errors, in Python; commands stay as they are.
+_OPTION = re.compile(
+    r"bert-jax [^`]*|--config\.(?P<key>[\w.\[\]]+)(=(?P<value>[\w.]+))?"
+    r"|--(?P<name>\w+)((?<=config|.vocab) | (?=none|[A-Z]{2}))?"
+)
+_PHRASES = {
+    "replace them with --force": "remove it",
+    "--pairs none": "changes={'model.next_sentence': False}",
+    "--resume=force": "force=True",
+    "--teacher ": "distill.teacher=",
+}
+
+
+@contextlib.contextmanager
+def _python_names(phrases: Mapping[str, str] = _PHRASES) -> Iterator[None]:
+    """Let errors name the arguments of functions, not the options of the command line."""
+
+    def argument(match: re.Match) -> str:
+        if match["key"]:
+            return f"changes={{{match['key']!r}: {match['value'] or '…'}}}"
+        return f"{match['name']}=" if match["name"] else match[0]
+
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        for option, words in phrases.items():
+            text = text.replace(option, words)
+        error.args = (_OPTION.sub(argument, text),)
+        raise
 
 
 class Output(NamedTuple):
@@ -73,6 +107,8 @@ class Output(NamedTuple):
     masked_lm: Float[Array, "N T V"] | None
     next_sentence: Float[Array, "N 2"] | None
     head: Float[Array, "N ..."] | None
+
+    __repr__ = shape_repr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,9 +189,14 @@ class Model:
 
         return jax.jit(apply)
 
-    def fill_mask(self, text: str, top: int = 5) -> list[list[Candidate]]:
-        """Return the `top` candidates, (token, probability), for each [MASK] of a text."""
-        return self._tool(MaskFiller)(text, top)
+    @overload
+    def fill_mask(self, text: str, top: int = 5) -> list[list[Candidate]]: ...
+    @overload
+    def fill_mask(self, text: Iterable[str], top: int = 5) -> list[list[list[Candidate]]]: ...
+    def fill_mask(self, text: str | Iterable[str], top: int = 5) -> list[Any]:
+        """Return the `top` candidates, (token, probability), for each [MASK] of a text, or of each text."""
+        fill = self._tool(MaskFiller)
+        return fill(text, top) if isinstance(text, str) else [fill(each, top) for each in text]
 
     def attention(self, text: str, text_b: str | None = None) -> AttentionMaps:
         """Return the attention probabilities of all layers and heads in a text or a pair."""
@@ -179,6 +220,7 @@ class Model:
         _require_list("score_tokens", texts)
         return self._tool(SentenceScorer).tokens(texts, pll)
 
+    @_python_names({"config.embed.": ""})
     def embed(self, texts: Iterable[str], **settings: Any) -> Any:
         """Return vectors of texts.
 
@@ -249,6 +291,7 @@ class Model:
         export(self.source, str(folder), self.checkpoint, heads, params=self.params)
 
 
+@_python_names()
 def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
     """Load a model.
 
@@ -260,6 +303,7 @@ def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
     return Model(str(source), str(checkpoint), *source_lib.open_model(str(source), str(checkpoint)))
 
 
+@_python_names()
 def pretrain(
     config: str | Config,
     workdir: str | os.PathLike,
@@ -272,6 +316,7 @@ def pretrain(
     init: str | os.PathLike = "",
     checkpoint: str = "best",
     changes: dict[str, Any] | None = None,
+    force: bool = False,
     save_on_signal: bool = False,
 ) -> Model:
     """Pretrain a model, or resume, and return the best checkpoint.
@@ -296,6 +341,7 @@ def pretrain(
             and positions are those of the source. "" for random weights.
         checkpoint: of `init`, if it is a run.
         changes: settings by key: `{"optim.learning_rate": 5e-4}`.
+        force: resume even if the config differs from the run's.
         save_on_signal: handle SIGTERM and SIGINT (Ctrl-C) while training, in the main thread: save, and
             raise `Interrupted`.
     """
@@ -324,12 +370,14 @@ def pretrain(
     train.train(
         *pretraining.make_phases(settings, objective, start, workdir),
         str(workdir),
+        force=force,
         start=start.params if start else None,
         save_on_signal=save_on_signal,
     )
     return load(workdir)
 
 
+@_python_names()
 def finetune(
     config: str | FinetuneConfig,
     init: str | os.PathLike,
@@ -337,7 +385,9 @@ def finetune(
     examples: dict[str, Iterable[dict[str, Any]]] | None = None,
     *,
     seeds: int = 1,
+    vocab: str | os.PathLike = "",
     changes: dict[str, Any] | None = None,
+    force: bool = False,
     save_on_signal: bool = False,
 ) -> dict[str, Any]:
     """Fine-tune a model, or resume, and return its metrics by split.
@@ -346,14 +396,15 @@ def finetune(
 
     Args:
         config: a config, or its name as for `--config`: "table", "glue:rte".
-        init: a source of `load`.
+        init: a source of `load`, or "none" for random parameters.
         workdir: folder of the run, which `load` opens.
         examples: rows of a table by split ("train", "dev", "test"), as dictionaries with the columns
             of `config.task`, by default "text" and "label". They are written to `workdir/data`. Not
             with a workdir on object storage.
         seeds: number of seeds.
+        vocab: folder of a vocabulary, if `init` is "none".
         changes: settings by key: `{"epochs": 2}`.
-        save_on_signal: as in `pretrain`.
+        force, save_on_signal: as in `pretrain`.
     """
     if examples and storage.is_remote(workdir):
         raise UserError(
@@ -378,6 +429,8 @@ def finetune(
         str(init),
         str(workdir),
         seeds=seeds,
+        vocab=str(vocab),
+        force=force,
         keys=changes or (),
         save_on_signal=save_on_signal,
     )
@@ -416,7 +469,7 @@ def _make_rows(
     if not vocab:
         vocab = str(data / "vocab")
         if not (data / "vocab" / VOCAB).exists():
-            wordpiece.train([str(text)], vocab, size=vocab_size)
+            wordpiece.train([str(text)], vocab, size=vocab_size, force=True)
     folders = []
     for phase in config.phases:
         tokens = phase.tokens or 128

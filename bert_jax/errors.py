@@ -68,6 +68,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {choice}?" if choice else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 row", "2,000 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def shorten(names: Collection[str]) -> str:
     """Return a list of names for a message: up to eight of them, and how many more."""
     shown = ", ".join(list(names)[:8])

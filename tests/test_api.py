@@ -278,6 +278,11 @@ def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
         (lambda: bert_jax.finetune("table", "init", "run", {"validation": []}), "'validation'"),
         (lambda: bert_jax.pretrain(SIZE, "run", "text"), "texts is the string 'text'"),
         (lambda: api._config(FinetuneConfig(), None, Config), "pass a Config"),
+        # Arguments, not options of the command line.
+        (lambda: bert_jax.pretrain("base", "run", rows=["a"]), "^rows=: 1 folder for 2 phases"),
+        (lambda: bert_jax.pretrain(SIZE, "run"), r"rows=DIR .*changes={'phases\[0\].rows': DIR}"),
+        (lambda: bert_jax.pretrain("bsae", "run"), "^config='bsae'"),
+        (lambda: bert_jax.finetune("table", "none", "run"), "^init=none .* vocab=DIR"),
         (lambda: api._config(Config(), None, FinetuneConfig), "pass a FinetuneConfig"),
     ],
 )
@@ -286,6 +291,22 @@ def test_invalid_arguments_are_refused(tmp_path, monkeypatch, call, says):
     with pytest.raises(UserError, match=says):
         call()
     assert not list(tmp_path.iterdir())
+
+
+def test_results_are_short_to_read_and_names_are_listed(run):
+    assert {"load", "pretrain", "finetune", "Model"} <= {*dir(bert_jax)}
+    inputs = run.encode(["The river", "It [MASK]"])
+    for result in (inputs, run.apply(run.params, inputs), run.attention("The river")):
+        assert "[2, " in repr(result)
+        assert len(repr(result)) < 300
+    assert len(repr(run.vocabulary)) < 300
+    predicted = bert_jax.Prediction("b", {name: n / 6 for n, name in enumerate("abcd" * 2)})
+    assert repr(predicted).index("'d'") < repr(predicted).index("'b':")
+
+
+def test_fill_mask_of_a_list_has_a_result_per_text(run):
+    texts = ["The [MASK] runs.", "[MASK] turns the [MASK]."]
+    assert run.fill_mask(texts) == [run.fill_mask(text) for text in texts]
 
 
 @pytest.mark.parametrize("method", ["encode", "embed", "score", "score_tokens", "predict"])

@@ -95,7 +95,7 @@ def find(value: str, kind: type) -> str:
         raise UserError(f"config file {name} does not exist (working directory: {os.getcwd()})")
     known = [*NAMES, *arguments]
     raise UserError(
-        f"--config {value}: no file or config of this name (configs: {', '.join(NAMES)}; "
+        f"--config {value!r}: no file or config of this name (configs: {', '.join(NAMES)}; "
         f"for {default}: {', '.join(arguments)}){did_you_mean(name.partition(',')[0], known)}"
     )
 

@@ -19,7 +19,7 @@ from bert_jax.config.fields import (
     positive,
 )
 from bert_jax.config.model import LoraConfig, ModelConfig
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, counted
 
 
 @dataclasses.dataclass
@@ -363,9 +363,9 @@ def take_rows(config: Config, folders: Sequence[str]) -> None:
     """
     if folders and len(folders) != len(config.phases):
         raise UserError(
-            f"{len(folders)} --rows for the config's {len(config.phases)} phases "
-            f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}): pass one per "
-            "phase, or choose a config with one phase, such as configs/pretrain.py:base,128"
+            f"--rows: {counted(len(folders), 'folder')} for {counted(len(config.phases), 'phase')} "
+            f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}) of the config: pass one "
+            "per phase, or choose a config with one phase, such as base,128"
         )
     for phase, rows in zip(config.phases, folders, strict=bool(folders)):
         phase.rows = rows

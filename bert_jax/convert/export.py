@@ -64,6 +64,8 @@ def export(
     Returns:
         Content of config.json.
     """
+    if heads not in ("all", "masked_lm", "none"):
+        raise UserError(f"heads is {heads!r}: it must be 'all', 'masked_lm' or 'none'")
     source = os.path.expanduser(source)
     config, vocabulary, saved, step = open_model(source, which)
     params = saved if params is None else params

@@ -315,7 +315,7 @@ def _parts(family: Family, settings, tensors, allow_missing) -> tuple[list[str],
         options = " ".join(f"--allow-missing {part}" for part in refused)
         raise UserError(
             f"{known[0]} without {', '.join(names)}: {' and '.join(refused)} missing; "
-            f"to import without, add {options}"
+            f"to leave it out, use `bert-jax import {options}`"
         )
     head = head if "head" in present else ""
     needs_pooler = "next_sentence" in present or (HEADS[head].pooled and family.has_pooler)

@@ -112,8 +112,8 @@ def read(folder: Traversable, positions: int, is_allowed: Callable[[str], bool])
     def refuse(name: str, what: str) -> None:
         if not is_allowed(name):
             raise UserError(
-                f"{what}, which is not supported; to compute vectors without it, add "
-                f"--allow-unexpected {name}"
+                f"{what}, which is not supported; to compute vectors without it, use "
+                f"`bert-jax import --allow-unexpected {name}`"
             )
 
     for kind in sorted(modules.keys() - {*_TRANSFORMERS, "Pooling", "Normalize"}):

@@ -248,7 +248,8 @@ def import_summary(imported: Imported) -> str:
 def _check_unexpected(names: list[str], allowed: Collection[str]) -> None:
     if names := [name for name in names if not _matches(name, allowed)]:
         raise UserError(
-            f"unexpected: {shorten(names)}; ignore them with --allow-unexpected PATTERN"
+            f"unexpected: {shorten(names)}; ignore them with "
+            "`bert-jax import --allow-unexpected PATTERN`"
         )
 
 

@@ -67,7 +67,11 @@ def resized(vocabulary: Vocabulary, size: int, may_pad: bool) -> Vocabulary:
     if missing > 0 and may_pad:
         return vocabulary.resized(size)
     if missing:
-        hint = "; if the rest are padding, add --allow-missing tokens" if missing > 0 else ""
+        hint = (
+            "; if the rest are padding, use `bert-jax import --allow-missing tokens`"
+            if missing > 0
+            else ""
+        )
         raise UserError(
             f"the vocabulary has {len(vocabulary):,} tokens, the embeddings {size:,} rows{hint}"
         )
@@ -92,11 +96,13 @@ def _wordpiece(folder: Traversable, without_added: bool) -> tuple[Vocabulary, Tr
         ids = read_json(first_file(folder, ["added_tokens.json"]))
         added = sorted((t for t in ids if t not in SPECIAL), key=lambda t: str(ids[t]))
     else:
-        raise UserError(f"neither {VOCAB} nor {file.name} found; give one with --vocab")
+        raise UserError(
+            f"neither {VOCAB} nor {file.name} found; give one with `bert-jax import --vocab`"
+        )
     if added and not without_added:
         raise UserError(
             f"its tokenizer has added tokens, which are not supported: {shorten(added)}; to "
-            "split them into word pieces, add --allow-missing added_tokens"
+            "split them into word pieces, use `bert-jax import --allow-missing added_tokens`"
         )
     return vocabulary, file
 

@@ -42,6 +42,17 @@ class Example(NamedTuple):
     label: int = NO_LABEL
 
 
+def shape_repr(self: Any) -> str:
+    """Return the `repr` of a named tuple with types and shapes of arrays instead of their values."""
+    shown = (
+        f"{name}={value.dtype}{list(value.shape)}"
+        if hasattr(value, "shape")
+        else f"{name}={value!r}"
+        for name, value in self._asdict().items()
+    )
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+
 class Layout(NamedTuple):
     """Per-token inputs of the model for packed rows. B rows, T tokens, S sequences.
 
@@ -56,6 +67,8 @@ class Layout(NamedTuple):
     position_ids: Int[Any, "B T"]
     token_type_ids: Int[Any, "B T"]
     cls: Int[Any, "B S"]
+
+    __repr__ = shape_repr
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,11 +67,11 @@ class Vocabulary:
             SentencePiece); empty for WordPiece.
     """
 
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...] = dataclasses.field(repr=False)
     lowercase: bool
     strip_accents: bool | None = None
     split_chinese: bool = True
-    files: tuple[tuple[str, bytes], ...] = ()
+    files: tuple[tuple[str, bytes], ...] = dataclasses.field(default=(), repr=False)
 
     def __len__(self) -> int:
         return len(self.tokens)

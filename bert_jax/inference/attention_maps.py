@@ -8,6 +8,7 @@ import scipy.special
 from jaxtyping import Float, Int
 
 from bert_jax.convert.source import OpenModel
+from bert_jax.data.rows import shape_repr
 from bert_jax.errors import UserError
 from bert_jax.inference.fill_mask import inputs_of
 from bert_jax.model.bert import Bert
@@ -28,6 +29,8 @@ class AttentionMaps(NamedTuple):
     tokens: list[str]
     segments: Int[np.ndarray, " T"]
     probabilities: Float[np.ndarray, "L N T T"]
+
+    __repr__ = shape_repr
 
 
 class AttentionMapper:

@@ -31,6 +31,8 @@ class Inputs(NamedTuple):
     tokens: Int[jax.Array, "N T"]
     layout: rows.Layout
 
+    __repr__ = rows.shape_repr
+
 
 def inputs_of(
     vocabulary: Vocabulary, texts: Sequence[str | tuple[str, str]], max_tokens: int
@@ -83,7 +85,7 @@ class MaskFiller:
         """Return the `top` candidates for each `[MASK]` of the text, in order."""
         vocabulary = self.vocabulary
         if not 0 < top <= len(vocabulary):
-            raise UserError(f"{top} candidates: ask for 1 to {len(vocabulary):,}")
+            raise UserError(f"top is {top}: it must be 1 to {len(vocabulary):,}")
         padded, layout = inputs_of(vocabulary, [text], self.config.model.positions)
         masks = np.flatnonzero(padded[0] == vocabulary.mask_id).tolist()
         if not masks:

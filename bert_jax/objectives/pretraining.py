@@ -288,7 +288,7 @@ def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: s
         )
     if model.next_sentence and manifest.pairs != "nsp":
         raise UserError(
-            f"{where} has no sentence pairs: prepare rows with --pairs nsp, or train with "
+            f"{where} has no sentence pairs: use `bert-jax prepare --pairs nsp`, or train with "
             "--config.model.next_sentence=false"
         )
     if not manifest.train.rows:

@@ -29,6 +29,12 @@ class Prediction(NamedTuple):
     label: str | float | tuple[str, ...]
     probabilities: dict[str, float]
 
+    def __repr__(self) -> str:
+        best = sorted(self.probabilities.items(), key=lambda item: -item[1])
+        shown = [f"{label!r}: {probability:.4f}" for label, probability in best[:4]]
+        text = ", ".join([*shown, *["…"] * (len(best) > 4)])
+        return f"Prediction({self.label!r}, {{{text}}})"
+
 
 class FinetuneDataset(abc.ABC):
     """A fine-tuning dataset, read and tokenized, with its metrics.
