@@ -67,6 +67,7 @@ _OPTION = re.compile(
 _PHRASES = {
     "replace them with --force": "remove it",
     "--pairs none": "changes={'model.next_sentence': False}",
+    "--config.task.train=FILE, and --config.task.dev=FILE": "examples={'train': …, 'dev': …}",
     "--resume=force": "force=True",
     "--teacher ": "distill.teacher=",
 }

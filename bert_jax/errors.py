@@ -92,6 +92,15 @@ def missing(purpose: str, extra: str) -> UserError:
     return UserError(f"{purpose}: pip install 'bert-jax[{extra}]'")
 
 
+class WrongColumn(UserError):
+    """A column or field that a table lacks, with those that it has."""
+
+    def __init__(self, problem: str, column: str, columns: Iterable[str], advice: str = ""):
+        self.arguments = problem, column, tuple(columns)
+        advice = advice or "name or rename one of these"
+        super().__init__(f"{problem} {column!r} (it has: {', '.join(columns)[:200]}); {advice}")
+
+
 class Attempts:
     """Calls whose errors are collected, so that a user sees all of them at once."""
 

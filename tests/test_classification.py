@@ -73,7 +73,7 @@ def test_single_label_table(tmp_path):
     assert [words(x) for x in train.tokens][1] == "[CLS] w2 w3 [SEP]"
     assert words(dev.tokens[0]) == "[CLS] w5 [UNK] w6 [SEP]"
     assert train.a_length == [3, 4, 3]
-    assert dataset.report == ["train: 3 examples", "dev: 1 examples"]
+    assert dataset.report == ["train: 3 examples", "dev: 1 example"]
 
 
 def test_text_pairs_are_truncated_longest_first(tmp_path):

@@ -287,14 +287,19 @@ def test_mesh_layouts_give_the_same_losses(data, tmp_path, more):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["task.train=", "task.labels=no,yes"], "no training examples"),
+        (["task.train=", "task.labels=no,yes"], "--config.task.train="),
+        (["task.text_a=review"], "--config.task.text_a="),
+        (["task.text_b=other"], "text, label); name one of these: --config.task.text_b="),
         (["task.dev="], "nothing to evaluate on"),
         (["task.tokens=64"], "config.task.tokens"),
         (["frozen_layers=3"], "config.frozen_layers"),
         (["batch_size=3000"], "config.batch_size"),
         (["epochs=0.05"], "0.05 epochs"),
         (["reset_layers=1"], "config.reset_layers"),
-        (["task.label=class"], "class"),
+        (
+            ["task.label=class"],
+            "text, label); label the row, or name the column of the labels: --config.task.label=",
+        ),
         (["task.kind=poetry"], "config.task.kind"),
     ],
 )

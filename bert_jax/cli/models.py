@@ -18,7 +18,7 @@ from bert_jax.cli.common import (
     option,
     verb,
 )
-from bert_jax.errors import UserError, with_user_paths
+from bert_jax.errors import UserError, counted, with_user_paths
 
 
 def _source(text: str) -> Argument:
@@ -233,7 +233,7 @@ def _attention(options) -> None:
     written = attention.write(maps, options.init, options.out, options.rollout)
     layers, heads, tokens, _ = maps.probabilities.shape
     paths = with_user_paths(", ".join(map(str, written)))
-    print(f"{paths}: {layers} layers of {heads} heads, {tokens} tokens")
+    print(f"{paths}: {counted(layers, 'layer')} of {counted(heads, 'head')}, {tokens} tokens")
 
 
 def _vectors(*poolings: str) -> tuple[Argument, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from bert_jax import storage
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, WrongColumn
 from bert_jax.storage.files import one_line_errors
 
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
@@ -101,10 +101,7 @@ def parquet_batches(
             schema = table.schema_arrow
             for name in (*texts, *others):
                 if name not in schema.names:
-                    raise UserError(
-                        f"{path}: no column {name!r} (it has: {', '.join(schema.names)[:200]}); "
-                        "name or rename one of these"
-                    )
+                    raise WrongColumn(f"{path}: no column", name, schema.names)
             for name in texts:
                 kind = schema.field(name).type
                 if pyarrow.types.is_dictionary(kind):

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple
 from bert_jax.data import compressed
 from bert_jax.data.compressed import damage_errors, decompressed
 from bert_jax.data.readers import DOCUMENT_CHARACTERS
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, WrongColumn, counted
 from bert_jax.storage import files
 
 KINDS = (".tsv", ".csv", ".jsonl", ".parquet", ".txt")
@@ -171,13 +171,11 @@ def _named(
             names = row
             for name in required:
                 if names.count(name) != 1:
-                    raise UserError(
-                        f"{where}: {'no' if name not in names else 'more than one'} column {name!r} "
-                        f"(it has: {', '.join(names)[:200]}); name the columns in the first line"
-                    )
+                    number = "no" if name not in names else "more than one"
+                    raise WrongColumn(f"{where}: {number} column", name, names)
             continue
         if len(row) != len(names):
-            message = f"{where}: {_columns(len(row))} where {_columns(len(names))} are expected"
+            message = f"{where}: {counted(len(row), 'column')} where {len(names)} are expected"
             if skip is None:
                 raise UserError(f"{message} ({', '.join(names)[:200]}); correct or remove that row")
             skip(message)
@@ -185,10 +183,6 @@ def _named(
         yield Record(where, dict(zip(names, row, strict=True)))
     if names is None:
         raise UserError(f"{path}: the file is empty; its first line must name the columns")
-
-
-def _columns(count: int) -> str:
-    return f"{count} column{'s' * (count != 1)}"
 
 
 def _objects(text_lines: Iterator[str], path: object) -> Iterator[Record]:
@@ -242,10 +236,7 @@ def _checked(
             value = fields.get(name)
             is_text = name in texts
             if value is None or (is_text and not isinstance(value, str)):
-                raise UserError(
-                    f"{where}: no {'text in ' * is_text}{name!r} (it has: "
-                    f"{', '.join(fields)[:200]}); name a field that every row has"
-                )
+                raise WrongColumn(f"{where}: no{' text in' * is_text}", name, fields)
             if isinstance(value, str):
                 if not value.strip() and not (is_text and empty):
                     raise UserError(f"{where}: {name!r} is empty; fill it in or remove that row")

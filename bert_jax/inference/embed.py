@@ -28,7 +28,7 @@ from bert_jax.config.schema import MeshConfig, TrainConfig
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy
 from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, counted
 from bert_jax.model.bert import Bert, Params
 from bert_jax.model.heads import sum_tokens
 from bert_jax.runtime import sharding
@@ -76,7 +76,7 @@ class Counts:
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated" if self.truncated else ""
         windowed = f", {self.windowed:,} in windows" if self.windowed else ""
-        return f"{self.texts:,} texts{truncated}{windowed}, {self.tokens:,} tokens"
+        return f"{counted(self.texts, 'text')}{truncated}{windowed}, {self.tokens:,} tokens"
 
 
 class Window(NamedTuple):

@@ -15,7 +15,7 @@ from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig
 from bert_jax.data.examples import FIRST_STEPS, Examples, PackedBatches
 from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import UserError, shorten
+from bert_jax.errors import UserError, counted, shorten
 from bert_jax.model import attention
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
@@ -141,12 +141,12 @@ def run_lines(
 ) -> Iterator[str]:
     """Yield lines about a run's data, its batches, and the modules that are initialized randomly."""
     counts = ", ".join(f"{len(e):,} {name}" for name, e in dataset.splits.items())
-    outputs = f"; {len(dataset.labels)} outputs: {shorten(dataset.labels)}"
-    yield f"{counts} examples{outputs if dataset.labels else ''}"
+    outputs = f"; {counted(len(dataset.labels), 'output')}: {shorten(dataset.labels)}"
+    yield f"examples: {counts}{outputs if dataset.labels else ''}"
     yield from (f"  {line}" for line in dataset.report)
     row_counts = " or ".join(map(str, [*phase.smaller_batch_sizes, phase.batch_size]))
     yield (
-        f"{config.steps:,} steps of {config.batch_size} examples in {row_counts} rows of "
+        f"{counted(config.steps, 'step')} of {counted(config.batch_size, 'example')} in {row_counts} rows of "
         f"T={phase.tokens}; from {init}, new: {', '.join(new) or 'nothing'}"
     )
 

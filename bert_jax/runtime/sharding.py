@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from bert_jax.config.schema import MeshConfig
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, counted
 
 AXES = ("data", "fsdp", "tensor")
 # Rows are sharded over both data-parallel axes.
@@ -110,7 +110,7 @@ def mesh_line(mesh: Mesh) -> str:
     """Return one line about the devices and how they are used."""
     devices = list(mesh.devices.flat)
     slices = len({slice_of(d) for d in devices})
-    count = f"{len(devices)} device{'s' * (len(devices) > 1)}"
+    count = counted(len(devices), "device")
     if slices > 1:
         count += f" in {slices} slices"
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())

@@ -7,7 +7,7 @@ from bert_jax import storage
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, WrongColumn
 from bert_jax.tasks.base import FinetuneDataset
 from bert_jax.tasks.conll import TokenClassification
 from bert_jax.tasks.glue import Glue
@@ -46,6 +46,23 @@ def load_dataset(
             f"lines from standard input do not suffice for a task of kind {task.kind!r}: pass a file "
             "in the layout of the fine-tuning data"
         )
+    if not (task.train or task.data or options.get("new")) and options.get("training", True):
+        raise UserError(
+            "no training data: add --config.task.train=FILE, and --config.task.dev=FILE"
+        )
     paths = {x: str(storage.local(getattr(task, x))) for x in ("data", "train", "dev", "test")}
     kind = _DATASETS.get(task.kind, Glue if task.name else Classification)
-    return kind(dataclasses.replace(task, **paths), vocabulary, labels=labels, **options)
+    try:
+        return kind(dataclasses.replace(task, **paths), vocabulary, labels=labels, **options)
+    except WrongColumn as error:
+        _, column, _ = error.arguments
+        settings = dataclasses.asdict(task).items()
+        keys = [
+            key
+            for key, value in settings
+            if column in (value if isinstance(value, tuple) else [value])
+        ]
+        if options.get("new") or not keys:
+            raise
+        advice = f"name one of these: --config.task.{keys[0]}=COLUMN"
+        raise WrongColumn(*error.arguments, advice) from None

@@ -8,6 +8,7 @@ from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.examples import Examples
 from bert_jax.data.vocabulary import Vocabulary
+from bert_jax.errors import counted
 from bert_jax.tasks import embeddings
 from bert_jax.tasks.base import FinetuneDataset, Logits
 from bert_jax.tasks.tables import encode, read_splits
@@ -51,7 +52,7 @@ class Pairs(FinetuneDataset):
             if name != "train":  # evaluated texts are known by their label
                 examples.targets["label"] = np.zeros(len(examples), np.float32)
             self.splits[name] = examples
-            self.report.append(f"{name}: {len(texts):,} texts{note}")
+            self.report.append(f"{name}: {counted(len(texts), 'text')}{note}")
 
     def _texts(self, split: str, source: str) -> list[str]:
         """Return the texts of a split, and keep what evaluated ones are compared by."""

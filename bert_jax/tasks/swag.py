@@ -16,7 +16,7 @@ from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, counted
 from bert_jax.storage import files
 from bert_jax.tasks.base import NEW, FinetuneDataset, Logits
 from bert_jax.tasks.tables import (
@@ -83,7 +83,7 @@ class MultipleChoice(FinetuneDataset):
             tokens, a_length, note = encode(vocabulary, context, choices, config.tokens)
             targets = {"label": np.array([q.label for q in questions], np.int32)}
             self.splits[name] = Examples(tokens, a_length, targets, group=len(self.choices))
-            self.report.append(f"{name}: {len(questions):,} questions{note}")
+            self.report.append(f"{name}: {counted(len(questions), 'question')}{note}")
 
     def _questions(self, source: str, required: bool) -> Iterator[_Question]:
         optional = [self._b, self._label] if self._b else [self._label]

@@ -18,7 +18,7 @@ from bert_jax.data import tables
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
 from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import UserError, did_you_mean
+from bert_jax.errors import UserError, counted, did_you_mean
 from bert_jax.storage import files
 from bert_jax.tasks import metrics
 from bert_jax.tasks.base import NEW, FinetuneDataset, Logits, Prediction, Text
@@ -123,8 +123,8 @@ class Classification(FinetuneDataset):
         if len(names) < 2:
             problem = f"only the label {next(iter(names))!r}" if names else "no labels"
             raise UserError(
-                f"{problem} in {sources.get('train') or 'the training data (there is none)'}: at "
-                "least two are needed; set config.task.labels to name them all"
+                f"{problem} in {sources.get('train') or 'the training data'}: at least two are needed; set "
+                "config.task.labels to name them all"
             )
         comma = next((name for name in sorted(names) if "," in name), None)
         if comma and self.objective == "classes":
@@ -182,7 +182,7 @@ class Classification(FinetuneDataset):
         tokens, a_length, note = encode(
             vocabulary, [row.a for row in rows], [row.b for row in rows], self.config.tokens
         )
-        self.report.append(f"{split}: {len(rows):,} examples{note}")
+        self.report.append(f"{split}: {counted(len(rows), 'example')}{note}")
         return Examples(tokens, a_length, {"label": np.array(targets, dtype).reshape(shape)})
 
     def _report_absent_labels(self) -> None:
@@ -349,8 +349,8 @@ def get_label(
     if required:
         problem = f"{label!r} is empty" if empty else f"no {label!r}"
         raise UserError(
-            f"{where}: {problem} (columns: {', '.join(fields)[:200]}); label the row, or set "
-            "config.task.label to the column of the labels"
+            f"{where}: {problem} (it has: {', '.join(fields)[:200]}); label the row, or name the column "
+            "of the labels: --config.task.label=COLUMN"
         )
     return None
 

@@ -14,7 +14,7 @@ from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.instances import IS_NEXT, IS_RANDOM
 from bert_jax.data.loader import RowDataset
 from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, counted
 from bert_jax.objectives.masking import Masker
 
 _LABELS = {IS_NEXT: "next sentence", IS_RANDOM: "random sentence", rows_lib.NO_LABEL: ""}
@@ -37,8 +37,8 @@ def summary_lines(folder: str) -> Iterator[str]:
             yield f"{name}: empty"
             continue
         line = (
-            f"{name}: {split.documents:,} documents, {split.sequences:,} sequences in "
-            f"{split.rows:,} rows, {split.real_tokens:,} tokens, {split.fill_fraction:.1%} full"
+            f"{name}: {counted(split.documents, 'document')}, {counted(split.sequences, 'sequence')} in "
+            f"{counted(split.rows, 'row')}, {split.real_tokens:,} tokens, {split.fill_fraction:.1%} full"
         )
         sample = _REMOTE_SAMPLE if storage.is_remote(folder) else _SAMPLE
         labels = RowDataset(folder, name).read(range(min(split.rows, sample)))["label"]

@@ -12,7 +12,7 @@ import numpy as np
 from bert_jax import storage
 from bert_jax.config.schema import TrainConfig, batch_size_key
 from bert_jax.data.vocabulary import Vocabulary
-from bert_jax.errors import with_user_paths
+from bert_jax.errors import counted, with_user_paths
 from bert_jax.model import attention, kernels
 from bert_jax.objectives.base import Metric, Phase
 from bert_jax.runs import checkpoint, workdir
@@ -187,7 +187,7 @@ def programs_of_phase(
         compiled[index] = compile_phase(config, phase, mesh, shapes)
         row_counts = " and ".join(map(str, phase.smaller_batch_sizes))
         progress.say(
-            f"compiled the step for {phase.batch_size} rows of T={phase.tokens} "
+            f"compiled the step for {counted(phase.batch_size, 'row')} of T={phase.tokens} "
             f"in {time.monotonic() - start_time:.1f} s"
             + (f"; compiling it for {row_counts} rows in the background" if row_counts else "")
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bert_jax.config.schema import Config, TrainConfig
-from bert_jax.errors import with_user_paths
+from bert_jax.errors import counted, with_user_paths
 from bert_jax.model import attention
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
@@ -52,16 +52,18 @@ def start_lines(
             for split, key in (("train", "rows"), ("train", "real_tokens"), ("heldout", "rows"))
         )
         yield (
-            f"data: {train:,} rows with {tokens:,} real tokens, "
-            f"{epochs} epochs; {heldout:,} rows held out"
+            f"data: {counted(train, 'row')} with {tokens:,} real tokens, "
+            f"{epochs} epochs; {counted(heldout, 'row')} held out"
         )
     kept = workdir.attention_at(folder, -2)  # before this start
-    sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
+    sizes = [f"{counted(p.batch_size, 'row')} of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
     yield (
         f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.compute_dtype}; "
         + attention.attention_line(config, *hardware, [p.tokens for p in phases], kept)
     )
-    yield with_user_paths(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")
+    yield with_user_paths(
+        f"workdir: {folder}; {counted(config.steps, 'step')}; log: {folder / workdir.LOG}"
+    )
     yield from _changes(folder)
 
 
