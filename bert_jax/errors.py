@@ -1,7 +1,10 @@
 """The exception for errors that the user can fix, and exit statuses."""
 
 import difflib
+import importlib.metadata
+import pathlib
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -89,7 +92,18 @@ class InUse(UserError):
 
 def missing(purpose: str, extra: str) -> UserError:
     """Return the error for a package that is not installed, given the extra that installs it."""
-    return UserError(f"{purpose}: pip install 'bert-jax[{extra}]'")
+    return UserError(f"{purpose}: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of a checkout, or its packages beside an installed wheel."""
+    root = pathlib.Path(__file__).parents[1]
+    if (root / "pyproject.toml").exists():
+        return f"pip install -e '{'.' if root == pathlib.Path.cwd() else root}[{extra}]'"
+    requirements = (text.partition(";") for text in importlib.metadata.requires("bert-jax") or ())
+    of_extra = rf"extra.*\b{re.escape(extra)}\b"
+    names = [name.strip() for name, _, marker in requirements if re.search(of_extra, marker)]
+    return shlex.join(["pip", "install", *names])
 
 
 class WrongColumn(UserError):

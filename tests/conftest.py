@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("compile") and not has_compilers():
             item.add_marker(pytest.mark.skip(reason="needs the extras tpu and gpu-compile"))
         if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
-            reason = "needs libtpu, which compiles for TPUs: pip install 'bert-jax[tpu]' (210 MB)"
+            reason = "needs libtpu, which compiles for TPUs: pip install -e '.[tpu]' (210 MB)"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

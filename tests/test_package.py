@@ -2,13 +2,14 @@
 
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from bert_jax import __version__, cli
+from bert_jax import __version__, cli, errors
 from bert_jax.config import fields, flags
 from bert_jax.config.schema import Config, FinetuneConfig
 
@@ -37,8 +38,9 @@ def test_wheel_pretrains_in_an_empty_folder(tmp_path):
     commands = [
         "vocab --out vocab --size 150 text.txt",
         "prepare --vocab vocab --out rows --tokens 32 --workers 1 text.txt",
-        "pretrain --config pretrain:L1-H32-A2,32 --workdir run --rows rows --config.steps=2 "
+        "pretrain --config configs/pretrain.py:L1-H32-A2,32 --workdir run --rows rows --config.steps=2 "
         "--config.batch_size=8",
+        "config pretrain:mini,128",
         "report run",
         "fill-mask --init run [MASK]",
     ]
@@ -49,6 +51,8 @@ def test_wheel_pretrains_in_an_empty_folder(tmp_path):
     assert "%" in output.partition(commands[-1])[2]
     assert __version__ in python("-m", "bert_jax", "--version", **site)
     assert (tmp_path / "report.html").read_text().count("masked_lm_loss") > 1
+    code = "from bert_jax.errors import install_command; print(install_command('s3'))"
+    assert "install 's3fs" in python("-c", code, **site)
     # `launch` sends the installed package as a wheel, whose copy has the same files.
     for name in ("a", "b"):
         wheel = tmp_path / f"bert_jax-{__version__}-py3-none-any.whl"
@@ -89,6 +93,19 @@ def test_command_line_error_is_one_line(capsys, arguments, message):
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_install_commands_are_those_of_a_checkout_or_of_packages(monkeypatch, tmp_path):
+    assert errors.install_command("gcs").endswith("[gcs]'")
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "bert_jax" / "errors.py"))  # a wheel
+    for extra, package in (
+        ("gcs", "gcsfs"),
+        ("cuda13", "jax[cuda13]"),
+        ("wiki", "mwparserfromhell"),
+    ):
+        command = shlex.split(errors.install_command(extra))
+        assert command[:2] == ["pip", "install"]
+        assert [name.startswith(package) for name in command[2:]] == [True]
 
 
 def test_suggestions_for_options_of_other_programs_exist():

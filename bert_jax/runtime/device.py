@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from bert_jax.config.schema import TrainConfig
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, install_command
 
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
@@ -55,7 +55,7 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
         if not platform:
             raise
         extra = {"gpu": "cuda13", "tpu": "tpu"}.get(platform)
-        advice = f"install bert-jax[{extra}] on a machine with one, or " if extra else ""
+        advice = f"{install_command(extra)} on a machine with one, or " if extra else ""
         raise UserError(
             f"config.platform is {platform!r}, but JAX finds no such device: {advice}set it to ''"
         ) from error
@@ -107,13 +107,13 @@ def unused_gpu(asked: str, platform: str) -> Iterator[str]:
     if asked or platform != "cpu" or not any(_DEVICES.glob("nvidia[0-9]*")):
         return
     if _may_use_gpu():
-        why = "JAX cannot start it: check nvidia-smi; drivers before 580 need bert-jax[cuda12]"
+        why = f"JAX cannot start it: check nvidia-smi; for drivers before 580, {install_command('cuda12')}"
     elif platforms := os.environ.get("JAX_PLATFORMS"):
         why = f"$JAX_PLATFORMS is {platforms!r}: unset it"
     elif has_cuda_plugin():
         why = f"JAX is set to use {_platforms()!r} only (jax_platforms)"
     else:
-        why = "JAX's plugin is missing: pip install 'bert-jax[cuda13]', with Python 3.12 or newer"
+        why = f"JAX's plugin is missing: {install_command('cuda13')}, with Python 3.12 or newer"
     yield f"warning: the GPU of this machine is not used: {why}"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bert_jax.config.schema import Config
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, install_command, missing
 from bert_jax.model import attention
 from bert_jax.objectives.base import Phase
 from bert_jax.runtime import device
@@ -42,10 +42,8 @@ def abstract_devices(topology: Topology) -> Sequence[Any]:
     if topology.chip.gpu:
         return _abstract_gpus(topology, topology.chip.gpu)
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError(
-            f"compiling for {topology.name} needs libtpu: pip install 'bert-jax[tpu]' here, "
-            "on any x86 Linux machine (no TPU is needed)"
-        )
+        problem = f"compiling for {topology.name} needs libtpu, on any x86 Linux machine without a TPU too"
+        raise missing(problem, "tpu")
     # Otherwise libtpu queries a metadata server for the TPU of this machine.
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -122,8 +120,8 @@ def _abstract_gpus(topology: Topology, gpu: Gpu) -> Sequence[Any]:
         ).devices
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            f"topology {topology.name!r}: JAX's plugin for GPUs does not start: install "
-            f"'bert-jax[gpu-compile]' again, with JAX ({str(error).splitlines()[0]})"
+            f"topology {topology.name!r}: JAX's plugin for GPUs does not start: "
+            f"{install_command('gpu-compile')} again, with JAX ({str(error).splitlines()[0]})"
         ) from error
 
 

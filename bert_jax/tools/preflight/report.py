@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from bert_jax.errors import install_command
 from bert_jax.runtime.chips import Chip, find
 from bert_jax.tools.preflight.kernels import format_sources
 
@@ -31,7 +32,7 @@ def format_report(
     if not report["has_compiler"]:
         lines.append(
             "formulas are used: compiling for GPUs (up to 8, or nodes of 8) needs Python 3.12 or newer and "
-            "pip install 'bert-jax[gpu-compile]', but no GPU"
+            f"{install_command('gpu-compile')}, but no GPU"
         )
     for i, phase in enumerate(report["phases"]):
         lines += ["", *_phase_lines(i, phase, chip)]
