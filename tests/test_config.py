@@ -343,6 +343,8 @@ def test_mesh_and_batch_size_must_fit_the_devices():
     ("value", "kind", "expected"),
     [
         ("base,128", Config, "pretrain.py:base,128"),
+        ("configs/pretrain.py:base,128", Config, "pretrain.py:base,128"),
+        ("configs/squad.py", FinetuneConfig, "squad.py"),
         ("pretrain:base,128", Config, "pretrain.py:base,128"),
         ("L2-H16-A2,32", Config, "pretrain.py:L2-H16-A2,32"),
         ("rte", FinetuneConfig, "glue.py:rte"),
@@ -364,6 +366,7 @@ def test_configs_are_found_by_short_name(value, kind, expected, tmp_path, monkey
         (["--config=bsae"], "base?"),
         (["--config=pretrian:base"], "pretrain?"),
         (["--config=smal,64"], "small?"),
+        (["--config=configs/pretrian.py:base"], "configs/pretrian.py does not exist"),
     ],
 )
 def test_missing_and_misspelled_configs_are_rejected(arguments, key):

@@ -7,6 +7,7 @@ size to pretrain, and `rte` a GLUE task to fine-tune on.
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,6 +86,10 @@ def find(value: str, kind: type) -> str:
         kind = FinetuneConfig
     if is_path(value):
         return value
+    if packaged := re.fullmatch(
+        r"configs/(\w+)\.py", name
+    ):  # as in documentation, without a checkout
+        name = packaged[1] if packaged[1] in NAMES else name
     sizes = (*SIZES, *ARCHITECTURES)
     default, arguments = ("glue", GLUE) if kind is FinetuneConfig else ("pretrain", sizes)
     if name in NAMES:
