@@ -107,6 +107,7 @@ def test_changed_parameters_are_saved_and_exported(run, tmp_path):
         loaded = bert_jax.load(tmp_path / folder)
         jax.tree.map(np.testing.assert_array_equal, loaded.params, changed.params)
         assert loaded.vocabulary.tokens == run.vocabulary.tokens
+    assert "512 tokens (trained on rows of 32)" in (tmp_path / "exported/README.md").read_text()
 
 
 @pytest.mark.parametrize(("threshold", "answered"), [(-1e9, False), (1e9, True)])
@@ -130,7 +131,7 @@ def test_predict_matches_the_predict_command(finetuned, tmp_path):
     model = bert_jax.load(folder)
     predictions = model.predict(texts)
     for line, prediction in zip(lines, predictions, strict=True):
-        _, label, *probabilities = line.split("\t")
+        _, label, *probabilities, _ = line.split("\t")
         assert prediction.label == label
         np.testing.assert_allclose(
             list(prediction.probabilities.values()), np.float64(probabilities), atol=1e-6

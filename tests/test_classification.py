@@ -153,7 +153,7 @@ def test_regression_table(tmp_path):
     assert score["pearson"] == pytest.approx(np.corrcoef([1, -2.5, 10], [2, 0, 3])[0, 1])
     assert score["mean_squared_error"] == pytest.approx((1 + 6.25 + 49) / 3)
     files = written(dataset, "train", logits, tmp_path / "out")
-    assert files["predictions.tsv"] == b"index\tgrade\n0\t2\n1\t0\n2\t3\n"
+    assert files["predictions.tsv"] == b"index\tgrade\ttext\n0\t2\tw1\n1\t0\tw2\n2\t3\tw3\n"
 
 
 def test_test_split_may_lack_labels(tmp_path):
@@ -322,13 +322,17 @@ def test_probabilities_do_not_overflow():
 
 
 def test_written_probabilities(tmp_path):
-    dataset = Classification(task(tmp_path), VOCABULARY)
+    rows = [("w1", "w2\tw3\u2028w4", "yes"), ("w2", "w1", "no"), ("w4", "w5", "no")]
+    rows = [dict(zip(("a", "b", "label"), row, strict=True)) for row in rows]
+    path = json_lines(tmp_path / "train.jsonl", *rows)
+    dataset = Classification(TaskConfig(train=path, text_a="a", text_b="b"), VOCABULARY)
     logits = [[0.0, 1.0], [2.0, 0.0], [0.0, 0.5]]
     score = dataset.score("train", list(np.array(logits)))
     assert score["accuracy"] == score["f1"] == pytest.approx(2 / 3)
     files = written(dataset, "train", logits, tmp_path / "out")
     header, *rows = files["predictions.tsv"].decode().splitlines()
-    assert header == "index\tlabel\tprobability:no\tprobability:yes"
+    assert header == "index\tlabel\tprobability:no\tprobability:yes\ta\tb"
+    assert [row.split("\t")[4:] for row in rows[:2]] == [["w1", "w2 w3 w4"], ["w2", "w1"]]
     assert [row.split("\t")[:2] for row in rows] == [["0", "yes"], ["1", "no"], ["2", "yes"]]
     assert float(rows[0].split("\t")[3]) == pytest.approx(np.e / (1 + np.e), abs=1e-6)
 

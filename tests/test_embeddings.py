@@ -74,7 +74,7 @@ def test_chunked_ranking_excludes_the_query_document(monkeypatch):
 
 def test_correlations_match_scipy(tmp_path):
     rng = np.random.default_rng(0)
-    data = embeddings.Similarity([""] * 40, rng.integers(0, 6, 20).astype(float))
+    data = embeddings.Similarity(["w"] * 40, rng.integers(0, 6, 20).astype(float))
     vectors = rng.normal(size=(40, 5)).astype(np.float32)
     cosines = np.diag(cosine_similarity(vectors[::2], vectors[1::2]))
     assert data.score(vectors) == pytest.approx(
@@ -85,7 +85,7 @@ def test_correlations_match_scipy(tmp_path):
     )
     data.write(vectors, tmp_path)
     lines = (tmp_path / "predictions.tsv").read_text().splitlines()
-    assert lines[1] == f"0\t{cosines[0]:.6f}"
+    assert lines[1].startswith(f"0\t{cosines[0]:.6f}\t{data.texts[0]}\t")
 
 
 QRELS = "query-id\tcorpus-id\tscore\n"

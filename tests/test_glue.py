@@ -242,7 +242,7 @@ def test_submission(folder, tmp_path):
     assert (out / "rte/test/RTE.tsv").read_text().endswith("\n0\tentailment\n1\tentailment\n")
     assert (out / "cola/test/CoLA.tsv").read_text() == "index\tprediction\n0\t0\n1\t0\n"
     assert (out / "stsb/test/STS-B.tsv").read_text().splitlines()[1] == "0\t5.000"  # 8 is clipped
-    assert "\t8\n" in (out / "stsb/test/predictions.tsv").read_text()
+    assert "\t8\t" in (out / "stsb/test/predictions.tsv").read_text()
     assert not (out / "cola/dev/CoLA.tsv").exists()
     notes = glue.submission([out], archive)
     with zipfile.ZipFile(archive) as written:

@@ -198,11 +198,13 @@ def _card(
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
         f'model = {architecture}.from_pretrained("{name}"{arguments})',
     ]
+    tokens = max((data.get("tokens", 0) for data in provenance.data), default=0)
+    trained = f" (trained on rows of {tokens})" if 0 < tokens < model.positions else ""
     paragraphs = [
         "\n".join(["---", *front, "---"]),
         f"# {family.title} L{model.layers}-H{model.hidden}-A{model.heads}",
         f"`{architecture}`, {parameters:,} parameters, vocabulary of {model.vocab_size:,} word "
-        f"pieces, up to {model.positions} tokens. Exported by bert_jax.",
+        f"pieces, up to {model.positions} tokens{trained}. Exported by bert_jax.",
         "\n".join(["```python", *usage, "```"]),
     ]
     if revisions:

@@ -15,6 +15,7 @@ from bert_jax.tasks.tables import (
     PREDICTIONS,
     existing,
     read_number,
+    text_cells,
     write_table,
 )
 
@@ -47,10 +48,10 @@ class Similarity:
         return {name: scores[name] for name in ("pearson", "spearman")}
 
     def write(self, vectors: Float[np.ndarray, "N D"], folder: pathlib.Path) -> None:
-        """Write predictions.tsv with the cosine of each pair."""
-        cosines = self._cosines(vectors)
-        lines = ([str(i), f"{cosine:.6f}"] for i, cosine in enumerate(cosines))
-        write_table(folder / PREDICTIONS, [["index", "cosine"], *lines])
+        """Write predictions.tsv with the cosine and the texts of each pair."""
+        pairs = zip(self._cosines(vectors), self.texts[::2], self.texts[1::2], strict=True)
+        lines = ([str(i), f"{x:.6f}", *text_cells(a, b)] for i, (x, a, b) in enumerate(pairs))
+        write_table(folder / PREDICTIONS, [["index", "cosine", "text_a", "text_b"], *lines])
 
     def _cosines(self, vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, " E"]:
         unit = unit_vectors(vectors)

@@ -212,7 +212,7 @@ class Classification(FinetuneDataset):
         return metrics.multilabel_metrics(truth > 0.5, probabilities(logits, "classes") > THRESHOLD)
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
-        """Write predictions.tsv: index, label (or number) and the probability of every label."""
+        """Write predictions.tsv: index, label (or number), the probability of every label, and the texts."""
         stacked = self.stacked(logits)
         if self.objective == "number":
             header, cells = ["index", self.labels[0]], [[f"{x:.6g}"] for x in stacked[:, 0]]
@@ -223,7 +223,11 @@ class Classification(FinetuneDataset):
                 [SEPARATOR.join(names), *(f"{p:.6f}" for p in row)]
                 for names, row in zip(self.predicted(stacked), probs, strict=True)
             ]
-        lines = [[row.index, *more] for row, more in zip(self._rows[split], cells, strict=True)]
+        lines = [
+            [row.index, *more, *text_cells(row.a, row.b)]
+            for row, more in zip(self._rows[split], cells, strict=True)
+        ]
+        header += filter(None, (self.config.text_a, self.config.text_b))
         write_table(folder / PREDICTIONS, [header, *lines])
 
     def predictions(self, split: str, logits: Logits) -> list[Prediction]:
@@ -444,6 +448,11 @@ def _is_labeled(targets: np.ndarray) -> Any:
     if targets.dtype == np.int32:
         return np.not_equal(targets, NO_EXAMPLE)
     return ~np.isnan(targets.reshape(len(targets), -1)).any(1)
+
+
+def text_cells(*texts: str | None) -> list[str]:
+    """Return texts as cells, without those that are None: tabs and line breaks become spaces."""
+    return [" ".join(text.split()) for text in texts if text is not None]
 
 
 def write_table(path: pathlib.Path, rows: Iterable[Sequence[str]], delimiter: str = "\t") -> None:
