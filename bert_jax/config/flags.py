@@ -86,9 +86,8 @@ def find(value: str, kind: type) -> str:
         kind = FinetuneConfig
     if is_path(value):
         return value
-    if packaged := re.fullmatch(
-        r"configs/(\w+)\.py", name
-    ):  # as in documentation, without a checkout
+    # Documentation names configs by their path, which a wheel's user does not have.
+    if packaged := re.fullmatch(r"configs/(\w+)\.py", name):
         name = packaged[1] if packaged[1] in NAMES else name
     sizes = (*SIZES, *ARCHITECTURES)
     default, arguments = ("glue", GLUE) if kind is FinetuneConfig else ("pretrain", sizes)
