@@ -1,5 +1,6 @@
 """Hooks of MkDocs: the configuration reference, and links to files outside docs/."""
 
+import posixpath
 import re
 
 from mkdocs.structure.files import File
@@ -7,19 +8,27 @@ from mkdocs.structure.files import File
 from bert_jax.config import listing
 
 REPOSITORY = "https://github.com/bert-jax/bert_jax/blob/main"
+# Files of the repository whose content is a page of the site, to which links lead there.
+PAGES = {"bert_jax/config/schema.py": "reference/configuration.md"}
 
 
 def on_files(files, config):
     """Add the page of all settings."""
-    files.append(File.generated(config, "configuration.md", content=configuration()))
+    files.append(File.generated(config, "reference/configuration.md", content=configuration()))
     return files
 
 
 def on_page_markdown(markdown, page, **_):
-    """Point links to the schema to the page of all settings, and others that leave docs/ to the repository."""
-    markdown = markdown.replace("](../bert_jax/config/schema.py)", "](configuration.md)")
-    depth = page.file.src_uri.count("/") + 1
-    return re.sub(rf"\]\((?:\.\./){{{depth}}}(?!\.\.)([^)]+)\)", rf"]({REPOSITORY}/\1)", markdown)
+    """Point links that leave docs/ to the site's page of the file, or to the repository."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def link(match: re.Match) -> str:
+        path = posixpath.normpath(posixpath.join("docs", folder, match[1]))
+        if path in PAGES:
+            return f"]({posixpath.relpath(PAGES[path], folder or '.')}"
+        return match[0] if path.startswith("docs/") else f"]({REPOSITORY}/{path}"
+
+    return re.sub(r"\]\((\.\./[^)#\s]+)", link, markdown)
 
 
 def configuration() -> str:

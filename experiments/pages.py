@@ -58,7 +58,7 @@ def pages() -> dict[pathlib.Path, str]:
     """Return the texts of all generated pages."""
     folders = sorted(path.parent for path in HERE.rglob("sweep.py"))
     texts = {folder / "README.md": experiment.readme(folder) for folder in folders}
-    front, speed = ROOT / "README.md", ROOT / "docs" / "speed.md"
+    front, speed = ROOT / "README.md", ROOT / "docs" / "explanation" / "speed.md"
     texts[front] = with_block(front.read_text(), "results", module("results").front())
     texts[speed] = with_block(speed.read_text(), "speed", module("speed").summary())
     return texts

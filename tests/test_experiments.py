@@ -93,7 +93,7 @@ def test_blocks_of_other_pages_regenerate_from_the_results():
     pages = sweep.module_of(ROOT / "pages.py")
     for path, block, lines in (
         ("README.md", "results", pages.module("results").front()),
-        ("docs/speed.md", "speed", pages.module("speed").summary()),
+        ("docs/explanation/speed.md", "speed", pages.module("speed").summary()),
     ):
         text = (ROOT.parent / path).read_text()
         assert text == pages.with_block(text, block, lines), path

@@ -45,7 +45,7 @@ TPUS = ("v5e", "v5p", "v4", "v6e")
 
 PACKED = "PyTorch, packed, logits of masked tokens only"
 BY_LENGTH = "transformers, texts sorted by length"
-# The table in docs/speed.md: workload, case, contenders that are bert_jax and the baseline, its name.
+# The table in docs/explanation/speed.md: workload, case, contenders that are bert_jax and the baseline, its name.
 FRONT = (
     *(
         (f"pretraining, {size}, T={tokens}", f"pretrain-{size}-{tokens}", "bert_jax", *baseline)
@@ -168,7 +168,7 @@ def _machine(line: Line) -> str:
 
 
 def summary() -> list[str]:
-    """Return the table of docs/speed.md: median speed-up over each baseline."""
+    """Return the table of docs/explanation/speed.md: median speed-up over each baseline."""
     lines = {(line["case"], line["contender"]): line for line in recorded()}
     rows = []
     for workload, case, contender, baseline, name in FRONT:
