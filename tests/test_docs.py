@@ -1,7 +1,9 @@
 """Commands, settings, code and links in the documentation."""
 
 import ast
+import dataclasses
 import itertools
+import json
 import pathlib
 import re
 import shlex
@@ -13,11 +15,13 @@ from bert_jax import cli
 from bert_jax.config import flags
 from bert_jax.config.fields import flatten
 from bert_jax.config.schema import Config, FinetuneConfig
+from bert_jax.data.rows import Manifest, RowFormat
 from bert_jax.tools.launch import request
+from bert_jax.tools.sweep import module_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # All pages, with those of the experiments.
@@ -51,7 +55,7 @@ def check(arguments: list[str]) -> None:
         check([*inner, "--workdir=x"] if options.verb == "sweep" else inner)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_commands_are_valid(path, monkeypatch):
     """Commands and their settings parse; `launch` commands also pass a dry run."""
     monkeypatch.chdir(ROOT)
@@ -65,7 +69,7 @@ def test_documented_commands_are_valid(path, monkeypatch):
         check(arguments)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_settings_are_config_fields(path):
     known = set(flatten(Config())) | set(flatten(FinetuneConfig()))
     groups = {key.rpartition(".")[0] for key in known}
@@ -73,7 +77,7 @@ def test_documented_settings_are_config_fields(path):
     assert not {*named} - known - groups - {"py", "json", "key"}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_python_uses_existing_names(path):
     """The code parses, and the attributes of `bert_jax` and `Model` that it uses exist."""
     for code in blocks(path, "python"):
@@ -101,3 +105,65 @@ def test_relative_links_and_anchors_exist(path):
             continue
         broken.append(link)
     assert not broken
+
+
+def test_features_are_those_of_the_tests():
+    """docs/reference/features.md and tests/README.md list the same features in the same order."""
+    first = [
+        re.findall(r"^\| ([^|]+) \|", (ROOT / path).read_text(), re.MULTILINE)[1:]
+        for path in ("docs/reference/features.md", "tests/README.md")
+    ]
+    assert first[0] == first[1]
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    """The hooks of MkDocs, which the extra `docs` installs."""
+    pytest.importorskip("mkdocs")
+    return module_of(ROOT / "docs" / "hooks.py")
+
+
+def test_page_of_commands_has_every_option(hooks):
+    page = hooks.commands()
+    for verb, parser in cli.parser().verbs.items():
+        _, heading, section = page.partition(f"\n## {verb}\n")
+        section = section.partition("\n## ")[0]
+        options = {name for action in parser._actions for name in action.option_strings}
+        assert heading, verb
+        assert {x for x in options - {"-h", "--help", "--quiet"} if x not in section} == set()
+
+
+def test_page_of_file_formats_has_every_field(hooks):
+    page = hooks.file_formats()
+    names = [field.name for field in dataclasses.fields(Manifest)]
+    names += ["metrics.jsonl", "checkpoints/", *RowFormat(8, 1, 8).dtype.names]
+    assert [name for name in names if name not in page] == []
+
+
+def test_pages_of_notebooks_have_their_cells_and_pictures(hooks):
+    for path in hooks.NOTEBOOKS:
+        files = hooks.notebook(path)
+        page = files[f"tutorials/{path.stem}.md"]
+        cells = json.loads(path.read_text())["cells"]
+        assert page.count("```python\n") == sum(cell["cell_type"] == "code" for cell in cells)
+        assert ".ipynb)" not in page.replace(f"{path.name})", "")
+        pictures = re.findall(r"!\[.*\]\((.*)\)", page)
+        assert {f"tutorials/{name}" for name in pictures} == files.keys() - {
+            f"tutorials/{path.stem}.md"
+        }
+        assert all(files[f"tutorials/{name}"].startswith(b"\x89PNG") for name in pictures)
+
+
+def test_links_to_files_lead_to_pages_of_the_site_or_to_the_repository(hooks):
+    class Page:
+        class file:
+            src_uri = "how_to/data.md"
+
+    text = (
+        "[a](../../bert_jax/config/schema.py) [b](../../bert_jax/cli/__init__.py) [c](../index.md) "
+        "[d](../../examples/tour.ipynb) [e](../../experiments/speed/README.md#mup) [f](rows.md)"
+    )
+    links = re.findall(r"\]\((.*?)\)", hooks.on_page_markdown(text, Page))
+    repository = f"{hooks.REPOSITORY}/experiments/speed/README.md#mup"
+    pages = ["../reference/configuration.md", "../reference/commands.md", "../index.md"]
+    assert links == [*pages, "../tutorials/tour.md", repository, "rows.md"]
