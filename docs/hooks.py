@@ -138,7 +138,7 @@ def file_formats() -> str:
             "## A run",
             "The workdir of `pretrain` and `finetune` holds these files. Commands that take `--init` read "
             "them; a run needs nothing else to resume, to be moved or to be exported.",
-            _table("file", re.findall(r"^(\S+) {2,}(.+(?:\n .+)*)", workdir, re.MULTILINE)),
+            _table("file", re.findall(r"^(\S.*?) {2,}(.+(?:\n .+)*)", workdir, re.MULTILINE)),
             "A checkpoint is a folder in Orbax's format, with a `manifest.json`.",
             _docstrings("bert_jax/runs/manifests.py")[""].partition("\n\n")[2],
             "## Rows",

@@ -136,7 +136,7 @@ def test_page_of_commands_has_every_option(hooks):
 def test_page_of_file_formats_has_every_field(hooks):
     page = hooks.file_formats()
     names = [field.name for field in dataclasses.fields(Manifest)]
-    names += ["metrics.jsonl", "checkpoints/", *RowFormat(8, 1, 8).dtype.names]
+    names += ["vocab.txt", "metrics.jsonl", "checkpoints/", *RowFormat(8, 1, 8).dtype.names]
     assert [name for name in names if name not in page] == []
 
 

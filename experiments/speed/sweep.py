@@ -231,6 +231,24 @@ def slices() -> list[str]:
     return pages.table(("model", "slice", *each, "hours", "chip-hours"), rows)
 
 
+def launch() -> list[str]:
+    """Return memory, time of a step, hours and price of the paper's recipe on the machines of docs/launch/."""
+    rows = []
+    for report in read(HERE / "launch.jsonl"):
+        cells = [report["topology"]]
+        for phase in report["phases"]:
+            least = 1e3 * phase["roofline"]["step_seconds"]
+            cells.append(f"{phase['memory']['total'] / 2**30:.1f}")
+            cells.append(f"{1e3 * phase['expected_step_seconds']:.3g} ({least:.3g})")
+        for key, digits in (("hours", ".1f"), ("chip_hours", ",.0f"), ("dollars", ",.0f")):
+            expected, least = report[f"expected_{key}"], report[key]
+            known = expected is not None
+            cells.append(f"{expected:{digits}} ({least:{digits}})" if known else "-")
+        rows.append(cells)
+    each = [f"{what}, T={tokens}" for tokens in RECIPE_STEPS for what in ("GiB", "ms a step")]
+    return pages.table(("machines", *each, "hours", "chip-hours", "dollars"), rows)
+
+
 def quickstart() -> list[str]:
     """Return the table of quickstart.py."""
     rows = [
@@ -332,6 +350,7 @@ def get_blocks(results: Sequence[Line]) -> dict[str, Lines]:
         "fill": fill,
         "mup": coordinates,
         "slices": slices,
+        "launch": launch,
         "quickstart": quickstart,
         "registers": registers,
         "gpu": lambda: gpu_section(read(HERE / "gpu.jsonl")),
