@@ -123,27 +123,27 @@ def test_deterministic_flag_is_set_only_for_gpus(flags):
     assert flags("", ["xla_cuda13"], "--a=1", deterministic=True) == ["--a=1", FLAG]
 
 
-def test_libtpu_is_ignored_on_a_machine_without_tpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu" or None)
+@pytest.mark.parametrize(
+    ("plugins", "control", "file"),
+    [
+        ([], "vfio/vfio", "vfio/0"),
+        ([], "vfio/vfio", "accel0"),
+        (["xla_cuda13"], "nvidiactl", "nvidia0"),
+    ],
+)
+def test_plugins_are_ignored_on_a_machine_without_their_devices(
+    monkeypatch, tmp_path, plugins, control, file
+):
+    """The control file of a driver may exist on every machine."""
+    has_libtpu = True if not plugins else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu" and has_libtpu)
+    monkeypatch.setattr(device, "_installed_plugins", lambda: plugins)
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
     monkeypatch.setattr(device, "_platforms", lambda: "")
     (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "vfio").touch()  # the driver's control file, which exists on every machine
+    (tmp_path / control).touch()
     assert device._only_cpu()
-    (tmp_path / "vfio" / "0").touch()
-    assert not device._only_cpu()
-    (tmp_path / "vfio" / "0").unlink()
-    (tmp_path / "accel0").touch()
-    assert not device._only_cpu()
-
-
-def test_plugin_for_gpus_is_ignored_on_a_machine_without_gpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(device, "_installed_plugins", lambda: ["xla_cuda13"])
-    monkeypatch.setattr(device, "_DEVICES", tmp_path)
-    monkeypatch.setattr(device, "_platforms", lambda: "")
-    (tmp_path / "nvidiactl").touch()
-    assert device._only_cpu()
-    (tmp_path / "nvidia0").touch()
+    (tmp_path / file).touch()
     assert not device._only_cpu()
 
 
