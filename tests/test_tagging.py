@@ -282,15 +282,6 @@ def test_predictions_for_other_words_are_rejected(tmp_path, text, key):
     refused(key, conll_score.score_file, data, str(path))
 
 
-def test_tags_without_types_are_entities(tmp_path):
-    gold, predicted = tmp_path / "gold.txt", tmp_path / "pred.txt"
-    for style in ("{}", "{}_x", "{}-x", "x-{}"):
-        tags = [style.format("B"), style.format("I"), "O", style.format("B")]
-        gold.write_text("renal {}\nfailure {}\nin {}\ncancer {}\n".format(*tags))
-        predicted.write_text("renal {}\nfailure {}\nin {}\ncancer O\n".format(*tags))
-        assert conll_score.score_file(gold, predicted)["f1"] == pytest.approx(2 / 3)
-
-
 # Sequences
 
 
