@@ -260,21 +260,6 @@ def test_invalid_label_values_are_rejected(tmp_path, label, objective, key):
 # --- Metrics --------------------------------------------------------------------------------------
 
 
-def test_classification_metrics_match_hand_computation():
-    truth = np.array([1, 1, 1, 0, 0, 0, 0, 0])
-    predicted = np.array([1, 1, 0, 1, 0, 0, 0, 0])
-    # 2 true and 1 false positive, 1 false negative, 4 true negatives.
-    expected = {
-        "accuracy": 6 / 8,
-        "macro_f1": (4 / 6 + 8 / 10) / 2,
-        "matthews": (2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5),
-    }
-    # Without the F1 of the second of two classes. Classes that do not occur do not count.
-    assert metrics.classification(truth, predicted, 4) == pytest.approx(expected)
-    expected["f1"] = 2 * 2 / (2 * 2 + 1 + 1)
-    assert metrics.classification(truth, predicted, 2) == pytest.approx(expected)
-
-
 @pytest.mark.filterwarnings("ignore:A single label")
 def test_classification_metrics_match_scikit_learn():
     rng = np.random.default_rng(0)
@@ -376,19 +361,6 @@ def test_swag(tmp_path):
     assert chances[0] == ["index", "ending0", "ending1", "ending2", "ending3"]
     assert float(chances[1][4]) == pytest.approx(np.e / (np.e + 3), abs=1e-6)
     assert dataset.report[0] == "train: 2 questions"
-
-
-def test_quoted_cells_of_swag(tmp_path):
-    """Quoted commas, quotes and newlines, and a byte-order mark, as spreadsheet programs write them."""
-    row = ["0", "x", "", "", 'w1, "w2"\r\nw3', "w4", "", "w5,w6", "w5\nw6", '"w5"', "w6", "2"]
-    with open(tmp_path / "train.csv", "w", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file).writerows([SWAG_HEADER.removeprefix(",").split(","), row[1:]])
-    config = TaskConfig(kind="choice", name="swag", train=str(tmp_path / "train.csv"))
-    train = MultipleChoice(config, VOCABULARY).splits["train"]
-    assert train.targets["label"].tolist() == [2]
-    context = "[CLS] w1 [UNK] [UNK] w2 [UNK] w3 [SEP] w4"
-    expected = ("w5 [UNK] w6", "w5 w6", "[UNK] w5 [UNK]", "w6")
-    assert [words(x) for x in train.tokens] == [f"{context} {x} [SEP]" for x in expected]
 
 
 def test_multiple_choice_with_custom_columns(tmp_path):
