@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import http.server
 import io
 import json
 import logging
 import shutil
-import threading
 import zipfile
 
 import jax
@@ -17,7 +15,7 @@ import safetensors
 import torch
 import transformers
 from flax import traverse_util
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -286,48 +284,6 @@ def test_export_then_import_is_bitwise_identical(tmp_path_factory, shape, multip
         assert not info["missing_keys"]
 
 
-def write_sentence_encoder(folder, modules, **pooling):
-    """Add sentence-transformers' files to the folder of an encoder."""
-    entries = [{"type": f"sentence_transformers.models.{x}", "path": f"x_{x}"} for x in modules]
-    entries.insert(0, {"type": "sentence_transformers.models.Transformer", "path": ""})
-    (folder / "modules.json").write_text(json.dumps(entries))
-    (folder / "x_Pooling").mkdir()
-    (folder / "x_Pooling" / "config.json").write_text(json.dumps(pooling))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 11}))
-
-
-@pytest.mark.parametrize(
-    ("pooling", "modules", "expected"),
-    [
-        ({"pooling_mode_cls_token": True}, ["Pooling"], ("cls", False, 11)),
-        ({"pooling_mode": "cls", "include_prompt": True}, ["Pooling"], ("cls", False, 11)),
-        ({"pooling_mode_mean_tokens": True}, ["Pooling", "Normalize"], ("mean", True, 11)),
-    ],
-)
-def test_sentence_encoder_pooling_round_trips(hf_folder, tmp_path, pooling, modules, expected):
-    write_sentence_encoder(hf_folder, modules, **pooling)
-    export(str(hf_folder), tmp_path / "again")
-    for folder in (hf_folder, tmp_path / "again"):
-        embed = source.read(str(folder)).config.embed
-        assert (embed.pooling, embed.normalize, embed.tokens) == expected
-
-
-@pytest.mark.parametrize(
-    ("modes", "modules", "unsupported"),
-    [
-        (["max_tokens"], ["Pooling"], "Pooling"),
-        (["cls_token", "mean_tokens"], ["Pooling"], "Pooling"),
-        (["mean_tokens"], ["Pooling", "Dense"], "Dense"),
-    ],
-)
-def test_unsupported_sentence_encoder_module_can_be_ignored(hf_folder, modes, modules, unsupported):
-    modes = {f"pooling_mode_{mode}": True for mode in modes}
-    write_sentence_encoder(hf_folder, modules, **modes)
-    assert f"--allow-unexpected {unsupported}" in refusal(hf_folder)
-    imported = source.read(str(hf_folder), allow_unexpected=[unsupported])
-    assert imported.config.embed.pooling == "mean"
-
-
 @contextlib.contextmanager
 def no_warnings():
     """Fail if transformers logs a warning inside the block."""
@@ -467,61 +423,3 @@ def test_export_of_all_checkpoints(run_folder, tmp_path, capsys, monkeypatch):
     argv = f"export --init {imported} --out {tmp_path / 'o'} --checkpoint all".split()
     assert cli.main(argv) == cli.EXIT_USER_ERROR
     assert "is not a run" in capsys.readouterr().err
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Serve the server's `folder` by the Hub's protocol, as the model someone/tiny."""
-
-    def do_GET(self):
-        path, folder = self.path.split("?")[0], self.server.folder
-        self.server.requested.add(path.rpartition("/")[2])
-        if path.startswith("/api/models/someone/tiny"):
-            names = [{"rfilename": file.name} for file in folder.iterdir()]
-            body = json.dumps({"id": "someone/tiny", "sha": "0" * 40, "siblings": names}).encode()
-        else:
-            file = folder / path.rpartition("/")[2]
-            body = file.read_bytes() if file.exists() else b""
-        self.send_response(200 if body else 404)
-        self.send_header("ETag", f'"{hash(body)}"')
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args):
-        pass
-
-
-def test_import_from_hub_online_cached_and_offline(hf_folder, tmp_path, monkeypatch, capsys):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.folder, server.requested = hf_folder, set()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    assert source.open_vocabulary("someone/tiny").tokens == WORDS
-    assert "tokenizer.json" in server.requested
-    assert "model.safetensors" not in server.requested
-
-    def run(out):
-        return cli.main(["import", "someone/tiny", "--out", str(tmp_path / out)])
-
-    assert run("ours") == 0
-    server.shutdown()
-    server.server_close()
-    expected = source.read(str(hf_folder)).params
-    assert_same(checkpoint.load_model(tmp_path / "ours")[2], expected)
-    # Without a network, the cached download is used; without a cache, the error is one line.
-    assert run("again") == 0
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
-    capsys.readouterr()
-    assert run("none") == cli.EXIT_USER_ERROR
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "Hub cannot be reached" in line
-    assert not (tmp_path / "none").exists()

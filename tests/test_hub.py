@@ -1,4 +1,4 @@
-"""`bert-jax export --push` against a loopback server that implements the Hub's protocol."""
+"""Imports from the Hub and `export --push`, against a loopback server with its protocol."""
 
 import base64
 import hashlib
@@ -8,28 +8,48 @@ import shlex
 import shutil
 import threading
 import types
+from typing import ClassVar
 
 import jax
+import numpy as np
 import pytest
 from huggingface_hub import constants
 from safetensors.numpy import load_file
 
 from bert_jax import cli, storage
+from bert_jax.convert import source
 from bert_jax.runs import checkpoint
-from tests.helpers.checkpoints import add_step
+from tests.helpers.checkpoints import WORDS, add_step
 from tests.helpers.runs import refused
 
 FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "vocab.txt"}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Handle the requests of create_repo, model_info, create_branch and upload_folder."""
+    """Handle the requests of create_repo, model_info, create_branch, uploads and downloads."""
+
+    requested: ClassVar[set[str]] = set()  # names of files
 
     def do_GET(self):
-        repository = self.server.state.repositories.get(self.path.removeprefix("/api/models/"))
+        parts = self.path.partition("?")[0].removeprefix("/api/models").split("/")[1:]
+        repository = self.server.state.repositories.get("/".join(parts[:2]))
         if repository is None:
             return self.answer(404, {}, "RepoNotFound")
-        return self.answer(200, {"id": "a/b", "private": repository["private"], "siblings": []})
+        files = repository["branches"]["main"]
+        if "resolve" not in parts:
+            about = {"id": "a/b", "sha": "0" * 40, "private": repository["private"]}
+            return self.answer(200, about | {"siblings": [{"rfilename": name} for name in files]})
+        self.requested.add(parts[-1])
+        body = files.get(parts[-1], b"")
+        self.send_response(200 if body else 404)
+        self.send_header("ETag", f'"{hash(body)}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
 
     def do_PUT(self):
         body = self.body()
@@ -110,12 +130,43 @@ def repositories(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.state = types.SimpleNamespace(repositories={}, objects={})
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    use_endpoint(monkeypatch, f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     yield server.state.repositories
     server.shutdown()
     server.server_close()
+
+
+def use_endpoint(monkeypatch, endpoint):
+    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def test_import_online_cached_and_offline(hf_folder, tmp_path, repositories, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    files = {path.name: path.read_bytes() for path in hf_folder.iterdir()}
+    repositories["someone/tiny"] = {"private": False, "branches": {"main": files}}
+    assert source.open_vocabulary("someone/tiny").tokens == WORDS
+    assert "tokenizer.json" in Handler.requested
+    assert "model.safetensors" not in Handler.requested
+
+    def run(out):
+        return cli.main(["import", "someone/tiny", "--out", str(tmp_path / out)])
+
+    assert run("ours") == 0
+    params = checkpoint.load_model(tmp_path / "ours")[2], source.read(str(hf_folder)).params
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, params))
+    # Without a network, the cached download is used; without a cache, the error is one line.
+    use_endpoint(monkeypatch, "http://127.0.0.1:9")
+    assert run("again") == 0
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+    capsys.readouterr()
+    assert run("none") == cli.EXIT_USER_ERROR
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "Hub cannot be reached" in line
+    assert not (tmp_path / "none").exists()
 
 
 def push(*argv):

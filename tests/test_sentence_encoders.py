@@ -66,6 +66,14 @@ VARIANTS = {
         {"defaults": {"truncate_dim": 5}, "normalize": True},
         {"kept": 5, "unit": True},
     ),
+    "cls by its old name": (
+        {"pooling": {"pooling_mode_cls_token": True, "include_prompt": True}},
+        {"cls": True},
+    ),
+    "mean by its old name": (
+        {"pooling": {"pooling_mode_mean_tokens": True}, "normalize": True},
+        {"unit": True},
+    ),
     "length by RoBERTa's name": (
         {"sentence": {"max_seq_length": 9}, "sentence_name": "sentence_roberta_config.json"},
         {"tokens": 9},
@@ -80,7 +88,7 @@ VARIANTS = {
 
 def write(
     folder, subfolder="", sentence=None, sentence_name="sentence_bert_config.json",
-    defaults=None, pooling=None, normalize=False, model_max_length=None, roberta=False,
+    defaults=None, pooling=None, normalize=False, more=(), model_max_length=None, roberta=False,
 ):  # fmt: skip
     """Write a cased encoder with random weights in the layout of sentence-transformers."""
     inner = folder / subfolder
@@ -89,7 +97,7 @@ def write(
     saved = json.loads(tokenizer.read_text()) | {"do_lower_case": False}
     saved["model_max_length"] = model_max_length or 512
     tokenizer.write_text(json.dumps(saved))
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else []), *more]
     modules = [
         {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else subfolder,
          "type": f"sentence_transformers.models.{kind}"}
@@ -97,8 +105,10 @@ def write(
     ]  # fmt: skip
     for module in modules[1:]:
         (folder / module["path"]).mkdir()
-    usual = {"word_embedding_dimension": 12, "pooling_mode": "mean"}
-    (folder / "1_Pooling/config.json").write_text(json.dumps(usual | (pooling or {})))
+    pooling = {"word_embedding_dimension": 12} | (pooling or {})
+    if not any(name.startswith("pooling_mode") for name in pooling):
+        pooling["pooling_mode"] = "mean"
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
     (folder / "modules.json").write_text(json.dumps(modules))
     if sentence is not None:
         (inner / sentence_name).write_text(json.dumps(sentence))
@@ -175,11 +185,22 @@ def test_settings_change_vectors_as_in_sentence_transformers(tmp_path, name):
         ({"defaults": {"truncate_dim": -1}}, "truncate_dim"),
         ({"pooling": {"include_prompt": 0}}, "include_prompt is 0, not true or false"),
         ({"pooling": {"pooling_mode": ["cls", "mean"]}}, "pools by cls, mean"),
+        ({"pooling": {"pooling_mode_max_tokens": True}}, "--allow-unexpected Pooling"),
+        (
+            {"pooling": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}},
+            "--allow-unexpected Pooling",
+        ),
+        ({"more": ["Dense"]}, "--allow-unexpected Dense"),
     ],
 )
 def test_unsupported_setting_is_refused_by_name(tmp_path, files, key):
+    """Some may be ignored."""
     write(tmp_path / "theirs", **files)
     assert key in refusal(tmp_path / "theirs")
+    _, is_advised, name = key.partition("--allow-unexpected ")
+    if is_advised:
+        imported = source.read(str(tmp_path / "theirs"), allow_unexpected=[name])
+        assert imported.config.embed.pooling == "mean"
 
 
 def test_tokenizer_that_sentence_transformers_lowercases(tmp_path):
