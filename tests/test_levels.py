@@ -60,16 +60,6 @@ def test_losses_match_reference():
     assert result == pytest.approx(reference(TRAIN, HELDOUT))
 
 
-def test_probabilities_sum_to_one():
-    """Check every left neighbor, including those that were never seen."""
-    train, none = np.array(TRAIN), np.array([], int)
-    for left in range(VOCAB):
-        pairs = [np.array([[left, right]]) for right in range(VOCAB)]
-        losses = [levels.count_models(train, pair, none, VOCAB) for pair in pairs]
-        assert sum(math.exp(-loss.unigram) for loss in losses) == pytest.approx(1)
-        assert sum(math.exp(-loss.bigram) for loss in losses) == pytest.approx(1)
-
-
 def test_read_returns_levels_only_for_matching_rows(rows):
     """On real sentences the bigram loss is lower. A different digest gives None."""
     folder = rows()

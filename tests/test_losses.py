@@ -1,7 +1,5 @@
 """Losses against PyTorch and hand-computed values."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import RowFormat
 from bert_jax.objectives import pretraining
-from bert_jax.objectives.losses import accuracy, cross_entropy, z_loss
+from bert_jax.objectives.losses import accuracy, cross_entropy
 
 
 def test_cross_entropy_matches_pytorch():
@@ -31,14 +29,6 @@ def test_accuracy_by_hand():
     logits = jnp.array([[1.0, 2.0, 0.0], [3.0, 2.0, 1.0], [0.0, 0.0, 1.0], [5.0, 0.0, 0.0]])
     hits, weight = accuracy(logits, jnp.array([1, 1, 2, 0]), jnp.array([1.0, 1.0, 0.5, 0.0]))
     assert (float(hits), float(weight)) == (1.5, 2.5)
-
-
-def test_z_loss_by_hand():
-    logits = jnp.log(jnp.array([[1.0, 3.0], [0.5, 0.5], [5.0, 4.0]]))
-    total, weight = z_loss(logits, jnp.array([1.0, 2.0, 0.5]))
-    expected = math.log(4) ** 2 + 0.5 * math.log(9) ** 2
-    assert float(total) == pytest.approx(expected, rel=1e-6)
-    assert float(weight) == 3.5
 
 
 @pytest.mark.parametrize("causal", [False, True])

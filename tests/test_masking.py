@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.config.schema import Config, MaskingConfig, MeshConfig, PhaseConfig
+from bert_jax.config.schema import Config, MaskingConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout as row_layout
 from bert_jax.objectives import pretraining
@@ -21,7 +21,6 @@ from bert_jax.objectives.masking import (
     span_lengths,
     spans,
 )
-from bert_jax.runtime import sharding
 
 CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
 
@@ -177,18 +176,6 @@ def test_positions_are_selected_uniformly():
     assert counts[0] == counts[T - 1] == 0
     expected = 3000 * 10 / (T - 2)
     assert (np.abs(counts[1:-1] - expected) < 5 * expected**0.5).all()
-
-
-@pytest.mark.parametrize("changes", [{}, {"pieces": 25, "whole_word": True, "span": 4}])
-def test_masks_do_not_depend_on_the_number_of_devices(changes):
-    batch, mask = random_rows(np.random.default_rng(4)), run(make_masker(**changes))
-    expected = mask(*batch, jax.random.key(5))
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices())
-    spread = jax.device_put(batch, sharding.row_sharding(mesh))
-    key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
-    got = mask(*spread, key)
-    assert len(got.tokens.sharding.device_set) == 8
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def words_of(tokens, n, a, start, pieces):

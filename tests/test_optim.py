@@ -8,6 +8,7 @@ import torch
 import transformers
 from flax import traverse_util
 
+from bert_jax.config.fields import with_fields
 from bert_jax.config.model import HeadConfig, LoraConfig
 from bert_jax.config.schema import Config, OptimConfig
 from bert_jax.config.sizes import model_size
@@ -141,38 +142,25 @@ def test_lamb():
     assert_close(train(make_config(optimizer="lamb"), params, gradients), expected)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_matrices_of_a_pretraining_model_decay(tied):
-    config = model_size("L1-H8-A2")
-    config.vocab_size, config.tied_decoder, config.norm.final = 10, tied, not tied
-    mask = flatten(optim.decay_mask(shapes(config)))
-    decays = {path for path, yes in mask.items() if yes}
-    assert {path.rpartition("/")[2] for path in mask.keys() - decays} == {"bias", "scale"}
-    expected = {"kernel", "embedding", "decoder"} - ({"decoder"} if tied else set())
-    assert {path.rpartition("/")[2] for path in decays} == expected
-    assert {
-        *(f"embeddings/{name}/embedding" for name in ("word", "position", "segment")),
-        *(f"encoder/layer_0/attention/{name}/kernel" for name in ("query", "output")),
-        *("encoder/layer_0/feed_forward/intermediate/kernel", "masked_lm/transform/kernel"),
-        *("pooler/kernel", "next_sentence/kernel"),
-    } <= decays
+LSTM = {"head.kind": "token", "head.lstm_layers": 2, "head.features": "weighted-all"}
 
 
-def test_matrices_of_a_finetuning_head_decay():
-    config = model_size("L2-H8-A2")
-    config.vocab_size, config.masked_lm, config.next_sentence = 10, False, False
-    config.head = HeadConfig("sequence", ("a", "b"))
-    config.head.lstm_layers, config.head.features = 2, "weighted-all"
-    mask = flatten(optim.decay_mask(shapes(config)))
-    above = {p: yes for p, yes in mask.items() if not p.startswith(("embeddings", "encoder"))}
-    recurrent = {
-        f"lstm/layer_{i}/{direction}/{kernel}"
-        for i in range(2)
-        for direction in ("forward", "backward")
-        for kernel in ("input/kernel", "recurrent")
-    }
-    assert {path for path, yes in above.items() if yes} == {"classifier/kernel", *recurrent}
-    assert {"features/weights", "features/scale", "lstm/layer_1/backward/input/bias"} <= {*above}
+@pytest.mark.parametrize(
+    ("changes", "matrices", "others"),
+    [
+        ({}, "kernel embedding", "bias scale"),
+        ({"tied_decoder": False, "norm.final": True}, "kernel embedding decoder", "bias scale"),
+        (LSTM, "kernel embedding recurrent", "bias scale weights"),
+    ],
+)
+def test_only_matrices_decay(changes, matrices, others):
+    config = with_fields(
+        model_size("L1-H8-A2"), {"vocab_size": 10, "head.labels": ("a",), **changes}
+    )
+    kinds = {True: set(), False: set()}
+    for path, decays in flatten(optim.decay_mask(shapes(config))).items():
+        kinds[decays].add(path.rpartition("/")[2])
+    assert kinds == {True: {*matrices.split()}, False: {*others.split()}}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """Self-contained HTML pages."""
 
-import base64
-import gzip
-
 import pytest
 
 from bert_jax.tools.report import page
@@ -48,10 +45,3 @@ def test_content_security_policy_blocks_network_requests(tiny, chromium):
 def test_nan_in_page_data_is_rejected():
     with pytest.raises(ValueError, match="JSON"):
         page.page("t", "", "tiny.js", {"x": float("nan")})
-
-
-def test_packed_is_deterministic_base64_gzip():
-    data = bytes(range(256)) * 40
-    text = page.packed(data)
-    assert gzip.decompress(base64.b64decode(text)) == data
-    assert text == page.packed(data)

@@ -239,8 +239,9 @@ def test_checkpoint_restores_across_device_layouts(prepared, tmp_path):
         folder.close()
 
 
-def test_batches_and_masks_are_bitwise_equal_on_any_mesh(rows):
-    _, phase = small_phase(rows)
+@pytest.mark.parametrize("changes", [(), ("masking.whole_word=true", "masking.span=4")])
+def test_batches_and_masks_are_bitwise_equal_on_any_mesh(rows, changes):
+    _, phase = small_phase(rows, *changes)
     batch = next(phase.batches(3, 4, 0, 1))
     halves = [next(phase.batches(3, 4, process, 2)) for process in range(2)]
     for name, value in batch.items():
