@@ -212,18 +212,11 @@ def data(tmp_path_factory):
 
 
 def arguments(data, workdir, *changes):
-    changes = (
-        *("model.layers=1", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
-        *("model.positions=32", "model.initializer_stddev=0.2", "task.tokens=16"),
-        *("epochs=6", "batch_size=16", "optim.learning_rate=1e-2"),
-        *("evaluate_every_steps=30", "embed.normalize=true"),
-        *(f"task.train={data}/train.tsv", f"task.dev={data}/dev.jsonl", *changes),
-    )
-    return [
-        *("finetune", f"--config={tasks.CONFIGS / 'pairs.py'}:triplets", "--init", "none"),
-        *("--vocab", str(data / "vocab"), "--workdir", str(workdir)),
-        *(f"--config.{change}" for change in changes),
-    ]
+    files = f"task.train={data}/train.tsv", f"task.dev={data}/dev.jsonl"
+    settings = "task.tokens=16", "epochs=6", "evaluate_every_steps=30", "embed.normalize=true"
+    argv = tasks.arguments(data, workdir, *files, *settings, *changes)
+    argv[1] = f"--config={tasks.CONFIGS / 'pairs.py'}:triplets"
+    return argv
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
-from flax import traverse_util
 
 from bert_jax.config.model import FEATURES, HeadConfig, ModelConfig
 from bert_jax.config.schema import Config, FinetuneConfig, OptimConfig, TaskConfig
@@ -33,14 +31,15 @@ from bert_jax.training import optim
 from bert_jax.training import state as state_lib
 from bert_jax.training import step as step_lib
 from bert_jax.training.log import EarlyStopping
+from tests.helpers.checkpoints import random_params
 from tests.helpers.examples import (
     HEADS,
     RandomExamples,
     model_config,
     plans,
     random_examples,
-    random_params,
 )
+from tests.helpers.models import flat, torch_bert
 
 SEQUENCE, TOKEN = RandomExamples("sequence"), RandomExamples("token")
 
@@ -59,10 +58,6 @@ def loss_and_grads(dataset, plan, config, key=None):
 
 def assert_trees_close(actual, expected, **tolerance):
     jax.tree.map(partial(np.testing.assert_allclose, **tolerance), actual, expected)
-
-
-def flat(tree):
-    return traverse_util.flatten_dict(tree, sep="/")
 
 
 def updates(config, params, grads):
@@ -156,16 +151,8 @@ def torch_model(dataset, config, params):
     }[dataset.head]  # fmt: skip
     kind = {"number": "regression", "classes": "multi_label_classification"}
     labels = {} if dataset.head in ("choice", "span") else {"num_labels": len(dataset.labels)}
-    model = getattr(transformers, name)(
-        transformers.BertConfig(
-            vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
-            intermediate_size=20, max_position_embeddings=config.positions, hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0, problem_type=kind.get(dataset.objective), **labels,
-        )
-    )  # fmt: skip
-    tensors = {k: torch.tensor(v) for k, v in to_huggingface(params, config).items()}
-    model.load_state_dict(tensors)
-    return model
+    labels["problem_type"] = kind.get(dataset.objective)
+    return torch_bert(name, config, to_huggingface(params, config), **labels)
 
 
 def torch_inputs(dataset, members):
@@ -450,17 +437,6 @@ def test_frozen_layers_do_not_decay_without_layer_decay():
     assert np.any(changes["classifier/kernel"])
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
-def test_feature_encoder_has_no_weight_decay(optimizer):
-    changes = {"head.features": "last", "head.lstm_layers": 1, "norm.final": True}
-    model = model_config(SEQUENCE, **changes)
-    params = random_params(model)
-    optimizer = OptimConfig(optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
-    config = FinetuneConfig(model=model, steps=10, optim=optimizer)
-    for path, value in updates(config, params, jax.tree.map(np.ones_like, params)).items():
-        assert np.any(value) != path.startswith(("embeddings/", "encoder/")), path
-
-
 def phased(**changes):
     dataset = RandomExamples("sequence")
     dataset.splits["test"] = random_examples("sequence", count=3)
@@ -485,17 +461,6 @@ def test_number_of_steps_and_evaluation_interval():
     config, *_ = phased(steps=7, evaluate_every_steps=3)
     assert (config.steps, config.evaluate_every_steps, config.checkpoint.every_steps) == (7, 3, 3)
     assert phased()[1] == data  # the digest depends only on the data
-
-
-def test_dropout_is_used_only_in_training():
-    plan = plans(SEQUENCE)[0]
-    task = make_objective(model_config(SEQUENCE, dropout=0.5), SEQUENCE, "train", plan)
-    params = random_params(task.model.config)
-    inputs = jax.jit(task.make_inputs)(plan.batch(0, 0), jax.random.key(0))
-    loss = jax.jit(lambda key: task.loss_terms(params, inputs, key)["loss"][0])
-    a, b, again = (float(loss(generator_key(jax.random.key(i), "hash"))) for i in (0, 1, 0))
-    assert a == again != b
-    assert float(loss(None)) not in (a, b)
 
 
 RELU = {"pooler_activation": "relu"}
@@ -525,6 +490,7 @@ def test_model_config_comes_from_the_checkpoint(start, config, keys, expected):
     config = FinetuneConfig(model=ModelConfig(**config))
     model = warm_start.model_config(config, start, SEQUENCE, keys)
     assert {name: operator.attrgetter(name)(model) for name in expected} == expected
+    assert (model.masked_lm, model.next_sentence) == (False, False)
     tagging = warm_start.model_config(FinetuneConfig(), start, TOKEN)
     assert tagging.pooler_activation == start.pooler_activation  # it has no pooler
 
@@ -541,24 +507,6 @@ def test_settings_that_contradict_the_checkpoint_are_refused(start, config, keys
     config = FinetuneConfig(model=ModelConfig(**config))
     with pytest.raises(UserError, match=message):
         warm_start.model_config(config, model_config(SEQUENCE, **start), SEQUENCE, keys)
-
-
-@pytest.mark.parametrize(
-    ("start", "config", "expected"),
-    [
-        ({"family": "electra"}, {}, "gelu"),
-        ({"family": "electra"}, {"pooler_activation": "relu"}, "relu"),
-        ({"family": "electra", "next_sentence": True}, {}, "tanh"),  # it has a pooler
-        ({}, {}, "tanh"),
-    ],
-)
-def test_new_pooler_has_the_activation_of_the_family(start, config, expected):
-    start = model_config(SEQUENCE, **{"head.kind": "", "head.labels": (), **start})
-    config = FinetuneConfig(model=ModelConfig(**config))
-    model = warm_start.model_config(config, start, SEQUENCE)
-    assert model.pooler_activation == expected
-    assert not model.next_sentence
-    assert not model.masked_lm
 
 
 def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):

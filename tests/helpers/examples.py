@@ -1,12 +1,10 @@
 """Random examples for every head, and plans of their batches."""
 
-import jax
 import numpy as np
 
 from bert_jax.config.fields import with_fields
 from bert_jax.config.model import HeadConfig, ModelConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches
-from bert_jax.model.bert import shapes
 from bert_jax.tasks.base import FinetuneDataset
 
 # Heads with the objectives of their targets.
@@ -73,11 +71,6 @@ def model_config(dataset, **changes):
         head=HeadConfig(dataset.head, dataset.labels),
     )  # fmt: skip
     return with_fields(model, changes)
-
-
-def random_params(config, seed=0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes(config))
 
 
 def plans(dataset, batch_size=7, steps=5, **options):
