@@ -27,14 +27,15 @@ def correlation(*streams):
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_rate_and_scale(generator):
-    x = dropout(jnp.ones((512, 512)), 0.1, key(generator))
-    kept = np.asarray(x) != 0
-    assert abs(kept.mean() - 0.9) < 5 * np.sqrt(0.09 / kept.size)
-    np.testing.assert_allclose(np.asarray(x)[kept], 1 / 0.9, rtol=1e-6)
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_rate_and_scale(generator, rate):
+    x = dropout(jnp.ones((512, 512)), rate, key(generator))
+    kept, variance = np.asarray(x) != 0, rate * (1 - rate)
+    assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(variance / kept.size)
+    np.testing.assert_allclose(np.asarray(x)[kept], 1 / (1 - rate), rtol=1e-6)
     # Every row and column has this rate: there are no stripes.
     for axis in (0, 1):
-        assert np.abs(kept.mean(axis) - 0.9).max() < 6 * np.sqrt(0.09 / 512)
+        assert np.abs(kept.mean(axis) - (1 - rate)).max() < 6 * np.sqrt(variance / 512)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
