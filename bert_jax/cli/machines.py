@@ -124,14 +124,14 @@ def make_plan(options: argparse.Namespace) -> tuple[Any, Any]:
     return job, request.make_plan(options.on, job, engine_options)
 
 
-def _job(options) -> int:
+def _job(options) -> int | None:
     from bert_jax.tools.launch import jobs
 
     calls = {
         "status": jobs.show_status,
         "logs": jobs.show_logs,
         "stop": jobs.stop,
-        "delete": _delete,
+        "delete": jobs.delete,
     }
     what, *names = options.job
     if what not in calls or len(names) != 1:
@@ -143,14 +143,6 @@ def _job(options) -> int:
     ):
         raise UserError(f"{what} {names[0]} takes no options and no command")
     return calls[what](names[0])
-
-
-def _delete(name: str) -> int:
-    from bert_jax.tools.launch import jobs
-
-    if error := jobs.delete(name):
-        raise UserError(f"{name}: {error}")
-    return 0
 
 
 def _launched(options) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, InUse, UserError
 from bert_jax.storage import files
 from bert_jax.tools.launch.engines import ENGINES, SUBMITTED
-from bert_jax.tools.launch.engines.base import State, python_command, query, state_folder
-from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, run, say
+from bert_jax.tools.launch.engines.base import State, python_command, state_folder
+from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, read_output, run, say
 
 # The record of a job, its output, a mark that its user has stopped it, and a folder that is locked meanwhile.
 _FILE, _LOG, _STOPPED, _STOPPING = "job.json", "log", "stopped", "stopping"
@@ -38,15 +38,14 @@ def start(on: str, name: str, plan: Plan) -> int:
             **{key: getattr(plan, key) for key in ("folder", "query", "logs", "stop", "delete")},
         }
         files.write_json(folder / _FILE, job)
+        end: dict[str, Any] = {"ended": EXIT_USER_ERROR, "failed": True}
         try:
             status = run(plan)
-        except BaseException:
-            files.write_json(folder / _FILE, job | {"ended": EXIT_USER_ERROR, "failed": True})
-            raise
-        are_deleted = plan.teardown and status != EXIT_INTERRUPTED
-        files.write_json(
-            folder / _FILE, job | {"ended": status} | ({"delete": ()} if are_deleted else {})
-        )
+            end = {"ended": status}
+            if status != EXIT_INTERRUPTED and not plan.keep:
+                end["delete"] = ()
+        finally:
+            files.write_json(folder / _FILE, job | end)
     if on in SUBMITTED:
         about = "bert-jax launch"
         say(f"state: {about} status {name}; output: {about} logs {name}; stop: {about} stop {name}")
@@ -55,8 +54,6 @@ def start(on: str, name: str, plan: Plan) -> int:
 
 @contextlib.contextmanager
 def _job_lock(folder: pathlib.Path, name: str) -> Iterator[None]:
-    with files.one_line_errors(f"cannot write {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 1  # `_is_running` has the lock for a moment
     with contextlib.ExitStack() as stack:
         while True:
@@ -120,15 +117,15 @@ def detach(on: str, name: str, arguments: Sequence[str]) -> int:
 
 
 def _read(name: str) -> tuple[pathlib.Path, dict[str, Any]]:
+    """Return the folder and the record of a job, which must have one."""
     folder = state_folder(name)
-    try:
-        return folder, json.loads((folder / _FILE).read_text())
-    except OSError:
-        known = sorted(path.parent.name for path in folder.parent.glob(f"*/{_FILE}"))
-        raise UserError(
-            f"no job {name} was launched by this user on this machine; known are "
-            f"{', '.join(known) or 'none'}"
-        ) from None
+    if job := _record(name):
+        return folder, job
+    known = sorted(path.parent.name for path in folder.parent.glob(f"*/{_FILE}"))
+    raise UserError(
+        f"no job {name} was launched by this user on this machine; known are "
+        f"{', '.join(known) or 'none'}"
+    )
 
 
 def _is_running(folder: pathlib.Path) -> bool:
@@ -143,17 +140,13 @@ def _is_running(folder: pathlib.Path) -> bool:
 def ask(name: str) -> State:
     """Return the state of a job: what its engine says, or, of a local one, what its launcher recorded."""
     folder, job = _read(name)
-    if job["on"] != "local":
-        state = ENGINES[job["on"]].ask(name, job["query"])
-    elif _is_running(folder):
-        state = State("running")
+    if job["on"] == "local":
+        state = State("running" if _is_running(folder) else "lost")
     else:
-        status = job.get("ended")
-        state = State("lost" if status is None else "failed" if status else "done", status)
-    status = job.get("ended")
-    is_deleted = job["on"] not in SUBMITTED and not job.get("delete")
-    if state.kind == "lost" and is_deleted and status is not None:
-        state = State("failed" if status else "done", status)
+        state = ENGINES[job["on"]].ask(name, job["query"])
+    is_known = "ended" in job and job["on"] not in SUBMITTED and not job.get("delete")
+    if state.kind == "lost" and is_known:  # processes here, or a slice that was deleted
+        state = State("failed" if job["ended"] else "done", job["ended"])
     if state.kind in ("failed", "lost") and was_stopped(name):
         state = state._replace(kind="stopped")
     return state
@@ -207,23 +200,18 @@ def stop(name: str) -> int:
     """Stop a job: its state is saved first, wherever the engine allows it."""
     folder, job = _read(name)
     (folder / _STOPPED).touch()
-    (folder / _STOPPING).mkdir(exist_ok=True)
     with files.lock_folder(folder / _STOPPING):
-        return _stop(folder, job, name)
-
-
-def _stop(folder: pathlib.Path, job: dict[str, Any], name: str) -> int:
-    if _is_running(folder) and "ended" not in job:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(job["launcher"], signal.SIGTERM)
-        say(f"waiting for the launcher (pid {job['launcher']})")
-        deadline = time.monotonic() + STOP_SECONDS + 30
-        while _is_running(folder):
-            if time.monotonic() > deadline:
-                raise UserError(f"the launcher of {name} (pid {job['launcher']}) does not end")
-            time.sleep(0.2)
-    # A slice that cannot be reached must be deleted all the same.
-    return max([_call(command) for command in job["stop"]], default=0)
+        if _is_running(folder) and "ended" not in job:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(job["launcher"], signal.SIGTERM)
+            say(f"waiting for the launcher (pid {job['launcher']})")
+            deadline = time.monotonic() + STOP_SECONDS + 30
+            while _is_running(folder):
+                if time.monotonic() > deadline:
+                    raise UserError(f"the launcher of {name} (pid {job['launcher']}) does not end")
+                time.sleep(0.2)
+        # A slice that cannot be reached must be deleted all the same.
+        return max([_call(command) for command in job["stop"]], default=0)
 
 
 def was_stopped(name: str) -> bool:
@@ -248,18 +236,17 @@ def with_machines(prefix: str) -> list[str]:
     return [path.parent.name for path in paths if _record(path.parent.name).get("delete")]
 
 
-def delete(name: str) -> str:
-    """Delete the machines of a job that has ended; return "", or why they may still exist."""
+def delete(name: str) -> None:
+    """Delete the machines of a job that has ended."""
     folder, _ = _read(name)
     with _job_lock(folder, name):
         _, job = _read(name)
         if not job.get("delete"):
-            return f"no machines of {name} are known"
-        _, error = query(job["delete"], _DELETE_SECONDS)
+            raise UserError(f"no machines of {name} are known")
+        _, error = read_output(job["delete"], _DELETE_SECONDS)
         if error and "NOT_FOUND" not in error:
-            return f"{error}; try again with `bert-jax launch delete {name}`"
+            raise UserError(f"{error}; try again with `bert-jax launch delete {name}`")
         files.write_json(folder / _FILE, job | {"delete": ()})
-    return ""
 
 
 def _call(command: Sequence[str]) -> int:

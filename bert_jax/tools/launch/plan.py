@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -9,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, UserError
+from bert_jax.runtime.signals import record_signals
 from bert_jax.storage import files
 
 # Time that a run has to save its state between SIGTERM and SIGKILL.
@@ -36,72 +38,53 @@ _INSTALL = {
 
 
 class Process(NamedTuple):
-    """A process of a run.
-
-    Attributes:
-        command: program and arguments.
-        environment: variables added to those of this process.
-        prefix: prefix of each line of output; "" connects the process to the terminal.
-    """
+    """A process of a run."""
 
     command: Sequence[str]
-    environment: dict[str, str] = {}  # noqa: RUF012 (never changed)
-    prefix: str = ""
+    environment: dict[str, str] = {}  # added to that of this process  # noqa: RUF012
+    prefix: str = ""  # of each line of output; "" connects the process to the terminal
 
 
 class Plan(NamedTuple):
-    """What to do, in this order.
+    """What to do, in this order: write files, set up and run until no restart is due, delete the machines."""
 
-    Attributes:
-        files: content by absolute path, written first.
-        setup: idempotent commands before every run; the first creates the machines.
-        processes: parallel processes of a run; empty if `setup` submits a job.
-        confirm: command that prints 0 first if the run has ended well, as an exit status of 0 may also mean
-            that there was no machine; () if the exit status is reliable.
-        teardown: commands after the last run, also after one that could not start; they delete the machines.
-        retry_statuses: exit statuses after which the run is repeated.
-        restarts: maximum number of repetitions.
-        query: what the engine's `ask` needs besides the name.
-        logs: command that follows its output; () if it is that of this process.
-        stop: commands that stop the job after this process has ended.
-        delete: command that deletes the machines; () if the engine does so.
-        name: name of the job.
-        folder: folder that the job writes to.
-        dollars_per_hour: price of the machines; 0 if it is unknown.
-    """
-
-    files: dict[str, str] = {}  # noqa: RUF012
-    setup: Sequence[Sequence[str]] = ()
-    processes: Sequence[Process] = ()
+    files: dict[str, str] = {}  # content by absolute path  # noqa: RUF012
+    setup: Sequence[
+        Sequence[str]
+    ] = ()  # idempotent, before every run; the first creates the machines
+    processes: Sequence[Process] = ()  # run in parallel; () if `setup` submits a job
+    # Prints 0 first if the run has ended well, as an exit status of 0 may also mean that there was no machine;
+    # () if the exit status is reliable.
     confirm: Sequence[str] = ()
-    teardown: Sequence[Sequence[str]] = ()
-    retry_statuses: frozenset[int] = frozenset()
-    restarts: int = 0
-    query: Sequence[str] = ()
-    logs: Sequence[str] = ()
-    stop: Sequence[Sequence[str]] = ()
-    delete: Sequence[str] = ()
-    name: str = ""
-    folder: str = ""
-    dollars_per_hour: float = 0.0
+    delete: Sequence[str] = ()  # deletes the machines; () if the engine does so
+    keep: bool = False  # whether the machines remain after the last run, which otherwise may have failed to start
+    retry_statuses: frozenset[int] = frozenset()  # exit statuses after which the run is repeated
+    restarts: int = 0  # maximum number of repetitions
+    query: Sequence[str] = ()  # what the engine's `ask` needs besides the name
+    logs: Sequence[str] = ()  # follows the output; () if it is that of this process
+    stop: Sequence[Sequence[str]] = ()  # stop the job after this process has ended
+    name: str = ""  # of the job
+    folder: str = ""  # that the job writes to
+    dollars_per_hour: float = 0.0  # price of the machines; 0 if it is unknown
 
 
 def script(plan: Plan) -> str:
     """Return a plan as a shell script, as `--dry-run` prints it."""
     lines = []
     for path, content in plan.files.items():
-        lines.append(f"mkdir -p {shlex.quote(os.path.dirname(path))}")
-        lines.append(f"cat > {shlex.quote(path)} <<'END OF {os.path.basename(path)}'")
-        lines.append(f"{content}END OF {os.path.basename(path)}")
+        end = f"END OF {os.path.basename(path)}"
+        lines += [
+            f"mkdir -p {shlex.quote(os.path.dirname(path))}",
+            f"cat > {shlex.quote(path)} <<'{end}'",
+            f"{content}{end}",
+        ]
     lines += map(shlex.join, plan.setup)
-    several = len(plan.processes) > 1
+    background = " &" if len(plan.processes) > 1 else ""
     for process in plan.processes:
         settings = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
-        line = " ".join([*settings, shlex.join(process.command)])
-        lines.append(f"{line} &" if several else line)
-    if several:
-        lines.append("wait")
-    lines += map(shlex.join, plan.teardown)
+        lines.append(" ".join([*settings, shlex.join(process.command)]) + background)
+    lines += ["wait"] if background else []
+    lines += [shlex.join(plan.delete)] if plan.delete and not plan.keep else []
     return "\n".join(lines)
 
 
@@ -120,26 +103,25 @@ def run(plan: Plan) -> int:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             files.write(path, content)
 
-    status, interrupted, errors = 0, False, []
-    restarts = early_failures = 0
-    teardown, first_wait = plan.teardown, first_wait_seconds()
+    status, errors, restarts, early_failures = EXIT_INTERRUPTED, [], 0, 0
+    delete = () if plan.keep else plan.delete
     price = (
         f"the machines cost ${plan.dollars_per_hour:,.2f} an hour" if plan.dollars_per_hour else ""
     )
-    with signals() as received:  # between commands, which `run_processes` forwards signals to
-        while True:
-            command, status, interrupted = _first_failure(plan.setup)
+    with record_signals() as received:
+        while not received:
+            command, status = _run_commands(plan.setup, received)
             start_time = time.monotonic()
-            if status and status not in plan.retry_statuses and not interrupted:
+            if status and status not in plan.retry_statuses and not received:
                 errors.append(f"{shlex.join(command)} exited with status {status}")
                 if status == EXIT_BUSY or command == plan.setup[0]:
-                    teardown = ()
-            elif not status and not interrupted:
-                status, interrupted = run_processes(plan.processes)
-                if not status and not interrupted and not _is_confirmed(plan.confirm):
-                    status = EXIT_NEGATIVE
-            interrupted = interrupted or bool(received)
-            if interrupted or status not in plan.retry_statuses or restarts == plan.restarts:
+                    delete = ()
+            elif not status and not received:
+                status = run_processes(plan.processes, received)
+                if not status and not received and plan.confirm:
+                    answer, _ = read_output(plan.confirm)
+                    status = 0 if (answer or "").split("\n")[0] == "0" else EXIT_NEGATIVE
+            if received or status not in plan.retry_statuses or restarts == plan.restarts:
                 break
             is_early = time.monotonic() - start_time < _EARLY_SECONDS
             early_failures = early_failures + 1 if is_early else 0
@@ -150,20 +132,22 @@ def run(plan: Plan) -> int:
                 )
                 break
             restarts += 1
-            wait = min(first_wait * 2 ** (early_failures - 1), _MAX_WAIT_SECONDS) * is_early
+            wait = backoff_seconds(early_failures - 1) if is_early else 0.0
             text = f"exit status {status}: restarting in {wait:g} s ({restarts} of {plan.restarts})"
             say("; ".join(filter(None, [text, price])))
             end_time = time.monotonic() + wait
             while time.monotonic() < end_time and not received:
                 time.sleep(0.05)
-        if interrupted and plan.stop and (status or plan.processes):  # the run is on other machines
+        if received and plan.stop and (status or plan.processes):  # the run is on other machines
             say("a run that has started continues; the same command follows it again")
-            status, teardown = EXIT_INTERRUPTED, ()
-        command, failure, _ = _first_failure(teardown)
-    if failure:
-        errors.append(f"{shlex.join(command)} exited with status {failure}: run it again")
-    if plan.delete and not teardown:
-        verb = "stop" if plan.delete in plan.stop else "delete"
+            status, delete = EXIT_INTERRUPTED, ()
+        if delete:
+            _, failure = _run_commands([delete], received)
+            if failure:
+                command = shlex.join(delete)
+                errors.append(f"{command} exited with status {failure}: run it again")
+    if plan.delete and not delete:
+        verb = "delete" if plan.keep else "stop"
         price = price or "the machines cost money while they exist"
         say(f"{price}; to delete them: bert-jax launch {verb} {plan.name}")
     if errors:
@@ -171,89 +155,73 @@ def run(plan: Plan) -> int:
     return status
 
 
-def _is_confirmed(command: Sequence[str]) -> bool:
-    if not command:
-        return True
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, timeout=120)
-        return done.stdout.split(b"\n")[0].strip() == b"0"
-    return False
+def read_output(command: Sequence[str], seconds: float = 120.0) -> tuple[str | None, str]:
+    """Return the output of a command and "", or None and the line that says why it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=seconds)
+    except FileNotFoundError:
+        return None, f"{command[0]} is not on the PATH"
+    except subprocess.TimeoutExpired:
+        return None, f"{shlex.join(command)} did not answer within {seconds:g} s"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        errors = [line for line in lines if re.match("error", line, re.IGNORECASE)] + lines[-1:]
+        return None, errors[0] if errors else f"{command[0]} exited with status {done.returncode}"
+    return done.stdout.strip(), ""
 
 
-def first_wait_seconds() -> float:
-    """Return the time before a second attempt; that before each further one is twice as long."""
-    return float(os.environ.get("BERT_JAX_LAUNCH_WAIT_SECONDS", 10))
+def backoff_seconds(failures: int) -> float:
+    """Return the time before another attempt after a first one and this number of others have failed."""
+    first = float(os.environ.get("BERT_JAX_LAUNCH_WAIT_SECONDS", 10))
+    return min(first * 2**failures, _MAX_WAIT_SECONDS)
 
 
 def run_processes(
-    processes: Sequence[Process], stop_seconds: float = STOP_SECONDS, groups: bool = False
-) -> tuple[int, bool]:
-    """Run processes in parallel until all have exited.
+    processes: Sequence[Process], received: Sequence[int], stop_seconds: float = STOP_SECONDS
+) -> int:
+    """Run processes in parallel, each in a session of its own, until all have exited.
 
-    SIGINT and SIGTERM are forwarded to all of them. If one fails, the others receive SIGTERM. Those
-    that still run `stop_seconds` after either are killed.
-
-    Args:
-        processes: the processes.
-        stop_seconds: time between SIGTERM and SIGKILL.
-        groups: start every process in a session of its own, and send signals to all processes in it.
+    Signals that are added to `received` (`record_signals`) are forwarded to all of them. If one fails, the
+    others receive SIGTERM. Those that still run `stop_seconds` after either are killed.
 
     Returns:
         The exit status (128 + N after signal N): 2 if any process exited with 2, else that of the
-        first to fail; and whether a signal was received.
+        first to fail.
     """
     running: list[subprocess.Popen] = []
     pumps: list[threading.Thread] = []
     failed: list[int] = []
-    with signals() as received:
-        forwarded, deadline = 0, float("inf")
-        try:
-            for process in processes:
-                running.append(_start(process, groups))
-                pumps += _pump(running[-1], process.prefix)
-            while running:
-                exited = [child for child in running if child.poll() is not None]
-                running = [child for child in running if child not in exited]
-                bad = sorted(exit_status(child) for child in exited if child.returncode)
-                if bad and not failed and running:
-                    say(
-                        f"a process exited with status {bad[-1]}: stopping the other {len(running)}"
-                    )
-                    _send(running, signal.SIGTERM)
-                    deadline = min(deadline, time.monotonic() + stop_seconds)
-                # Of several that failed at once, a killed one explains the errors of the others.
-                failed += reversed(bad)
-                if len(received) > forwarded:
-                    _send(running, received[-1])
-                    forwarded = len(received)
-                    deadline = min(deadline, time.monotonic() + stop_seconds)
-                if time.monotonic() > deadline:
-                    _send(running, signal.SIGKILL)
-                time.sleep(0.05)
-        finally:
-            _send(running, signal.SIGKILL)
-        for pump in pumps:
-            pump.join(timeout=5)  # a grandchild may keep the pipe open
-    status = 2 if 2 in failed else (failed[0] if failed else 0)
-    return status, bool(received)
-
-
-@contextlib.contextmanager
-def signals() -> Iterator[list[int]]:
-    """Catch SIGINT and SIGTERM in the block; yield the list of those received so far."""
-    received: list[int] = []
-    old = {
-        number: signal.signal(number, lambda number, frame: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    forwarded, deadline = len(received), float("inf")
     try:
-        yield received
+        for process in processes:
+            running.append(_start(process))
+            pumps += _pump(running[-1], process.prefix)
+        while running:
+            exited = [child for child in running if child.poll() is not None]
+            running = [child for child in running if child not in exited]
+            bad = sorted(exit_status(child) for child in exited if child.returncode)
+            number = 0
+            if bad and not failed and running:
+                say(f"a process exited with status {bad[-1]}: stopping the other {len(running)}")
+                number = signal.SIGTERM
+            # Of several that failed at once, a killed one explains the errors of the others.
+            failed += reversed(bad)
+            if len(received) > forwarded:
+                number, forwarded = received[-1], len(received)
+            if number:
+                deadline = min(deadline, time.monotonic() + stop_seconds)
+            if time.monotonic() > deadline:
+                number = signal.SIGKILL
+            signal_groups(running, number)
+            time.sleep(0.05)
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        signal_groups(running, signal.SIGKILL)
+    for pump in pumps:
+        pump.join(timeout=5)  # a grandchild may keep the pipe open
+    return 2 if 2 in failed else (failed[0] if failed else 0)
 
 
-def _start(process: Process, new_session: bool) -> subprocess.Popen:
+def _start(process: Process) -> subprocess.Popen:
     pipe = subprocess.PIPE if process.prefix else None
     with files.one_line_errors(f"cannot start {process.command[0]}"):
         return subprocess.Popen(
@@ -262,7 +230,7 @@ def _start(process: Process, new_session: bool) -> subprocess.Popen:
             stdout=pipe,
             stderr=pipe,
             # Otherwise Ctrl-C would reach it twice, from the terminal and from this process.
-            start_new_session=new_session or bool(process.prefix),
+            start_new_session=True,
         )
 
 
@@ -282,18 +250,11 @@ def _pump(child: subprocess.Popen, prefix: str) -> list[threading.Thread]:
     return pumps
 
 
-def _send(children: Sequence[subprocess.Popen], number: int) -> None:
+def signal_groups(children: Iterable[subprocess.Popen], number: int) -> None:
+    """Send a signal to the process groups that running children lead; 0 sends none."""
     for child in children:
-        signal_group(child, number)
-
-
-def signal_group(child: subprocess.Popen, number: int) -> None:
-    """Send a signal to the process group that a running child leads, else to the child alone."""
-    with contextlib.suppress(ProcessLookupError):
-        if os.getpgid(child.pid) == child.pid:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
-        else:
-            child.send_signal(number)
 
 
 def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
@@ -301,19 +262,17 @@ def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _first_failure(commands: Sequence[Sequence[str]]) -> tuple[Sequence[str], int, bool]:
-    """Run commands until one fails or a signal is received.
-
-    Returns:
-        The last command and its exit status, or () and 0 without one; and whether a signal was received.
-    """
-    command, status, interrupted = (), 0, False
+def _run_commands(
+    commands: Sequence[Sequence[str]], received: Sequence[int]
+) -> tuple[Sequence[str], int]:
+    """Run commands until one fails or a signal is received; return the last one and its exit status."""
+    command, status = (), 0
     for command in commands:
         say("$ " + shlex.join(command))
-        status, interrupted = run_processes([Process(command)], groups=True)
-        if status or interrupted:
+        status = run_processes([Process(command)], received)
+        if status or received:
             break
-    return command, status, interrupted
+    return command, status
 
 
 def say(line: str) -> None:

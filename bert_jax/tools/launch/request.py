@@ -5,7 +5,6 @@ import inspect
 import os
 import pathlib
 import re
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from bert_jax import storage
 from bert_jax.errors import UserError
 from bert_jax.tools.launch.engines import ENGINES, REMOTE, base
 from bert_jax.tools.launch.engines.base import Job
-from bert_jax.tools.launch.plan import Plan
+from bert_jax.tools.launch.plan import Plan, read_output
 
 # Tokens of clouds and hubs. Arguments are logged, and visible to every user of a machine.
 _CREDENTIAL = re.compile(
@@ -37,18 +36,15 @@ def parse_environment(parts: Sequence[str]) -> dict[str, str]:
 def make_plan(on: str, job: Job, options: dict[str, Any]) -> Plan:
     """Check a job and return the plan of an engine, a key of `ENGINES` with its keyword arguments."""
     engine = ENGINES[on].plan
-    parameters = {
-        key: parameter
-        for key, parameter in inspect.signature(engine).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    known = ", ".join(map(_flag, parameters))
+    _, *parameters = inspect.signature(engine).parameters.values()
+    names = [parameter.name for parameter in parameters]
+    known = ", ".join(map(_flag, names))
     for key in options:
-        if key not in parameters:
+        if key not in names:
             raise UserError(f"{_flag(key)} is not an option of --on {on}, which takes {known}")
-    for key, parameter in parameters.items():
-        if parameter.default is parameter.empty and key not in options:
-            raise UserError(f"--on {on} needs --{key}; it takes {known}")
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            raise UserError(f"--on {on} needs {_flag(parameter.name)}; it takes {known}")
     for key, value in options.items():
         for part in value if isinstance(value, list) else [value]:
             _check_value(_flag(key), str(part))
@@ -137,32 +133,25 @@ def _check_tpu_vm(job: Job) -> None:
         )
     if not base.has_checkout():
         return  # they receive a wheel
+    git = ["git", "-C", str(base.CHECKOUT)]
     # Results are written by the sweep that launches.
     of_code = ("--", ".", ":(exclude,glob)**/results.jsonl")
-    result = _git("status", "--porcelain", "--untracked-files=no", *of_code)
-    if result.returncode:
+    changes, error = read_output([*git, "status", "--porcelain", "--untracked-files=no", *of_code])
+    if error:
         raise UserError(
-            f"{base.CHECKOUT} is not a git checkout: --on tpu-vm sends the workers a commit"
+            f"{base.CHECKOUT} is not a git checkout ({error}): --on tpu-vm sends the workers a commit"
         )
-    if result.stdout:
-        changed = result.stdout.split("\n")[0][3:]
+    if changes:
+        changed = changes.split("\n")[0].split(maxsplit=1)[1]
         raise UserError(
             f"{base.CHECKOUT} has uncommitted changes ({changed}, …), and workers receive the "
             "commit: commit or stash them"
         )
-    if job.config and _git("ls-files", "--error-unmatch", job.config).returncode:
+    if job.config and read_output([*git, "ls-files", "--error-unmatch", job.config])[1]:
         raise UserError(
             f"--config {job.config} is not committed, and workers receive the commit: add and "
             "commit it"
         )
-
-
-def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["git", "-C", str(base.CHECKOUT), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise UserError("git is not on the PATH: install git") from None
 
 
 def job_name(text: str, max_length: int = 40) -> str:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from bert_jax.errors import EXIT_INTERRUPTED, UserError
+from bert_jax.runtime.signals import record_signals
 from bert_jax.storage import files
 from bert_jax.tools.launch import jobs
 from bert_jax.tools.launch.engines.base import state_folder
-from bert_jax.tools.launch.plan import signals
 from bert_jax.tools.launch.request import job_name
 from bert_jax.tools.sweep.display import Display
 from bert_jax.tools.sweep.folders import PointRun, Runs
@@ -54,11 +54,10 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine) -> int:
     with contextlib.ExitStack() as stack:
         if engine.on == "tpu-vm":  # two sweeps would use each other's slices
             stack.callback(_list_slices, name)
-            state_folder(name).mkdir(parents=True, exist_ok=True)
             stack.enter_context(files.lock_folder(state_folder(name)))
         scheduler = Scheduler(sweep.points, folders, args, engine, done, name)
         stack.callback(scheduler.stop)  # on any error, stop what was started
-        received = stack.enter_context(signals())
+        received = stack.enter_context(record_signals())
         display = stack.enter_context(Display(scheduler))
         handled = 0
         while True:

@@ -21,7 +21,7 @@ from bert_jax.storage import files
 from bert_jax.tools.launch import jobs
 from bert_jax.tools.launch.engines import SUBMITTED
 from bert_jax.tools.launch.engines.base import FINAL, State, python_command
-from bert_jax.tools.launch.plan import KILLED, exit_status, first_wait_seconds, signal_group
+from bert_jax.tools.launch.plan import KILLED, backoff_seconds, exit_status, signal_groups
 from bert_jax.tools.sweep.folders import STARTED, PointRun, Runs
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
@@ -111,7 +111,8 @@ def _ask(job: str) -> State:
 
 def _delete(job: str) -> str:
     try:
-        return jobs.delete(job)
+        jobs.delete(job)
+        return ""
     except Exception as error:  # such as a launcher that runs, or a full disk
         return str(error) or repr(error)
 
@@ -253,13 +254,12 @@ class Scheduler:
             if running.process is None or running.is_complete:  # a job continues
                 self._release(name, "stopped")
             else:
-                signal_group(running.process, signal.SIGTERM)
+                signal_groups([running.process], signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill local processes."""
-        for running in self._running.values():
-            if running.process is not None:
-                signal_group(running.process, signal.SIGKILL)
+        processes = [each.process for each in self._running.values() if not each.is_complete]
+        signal_groups(filter(None, processes), signal.SIGKILL)
 
     @property
     def is_over(self) -> bool:
@@ -419,9 +419,8 @@ class Scheduler:
         if not may_pass or self._restarts[name] == limit:
             self._release(name, "failed")
             return
-        wait = min(first_wait_seconds() * 2 ** self._restarts[name], 600.0)
-        if status == EXIT_INTERRUPTED and not self._restarts[name]:
-            wait = 0.0
+        at_once = status == EXIT_INTERRUPTED and not self._restarts[name]
+        wait = 0.0 if at_once else backoff_seconds(self._restarts[name])
         self._restarts[name] += 1
         self._not_before[name] = time.time() + wait
         if why:

@@ -2,9 +2,6 @@
 
 import os
 import pathlib
-import re
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +10,7 @@ import yaml
 
 import bert_jax
 from bert_jax.errors import EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
-from bert_jax.runtime.chips import CHIPS
+from bert_jax.runtime.chips import CHIPS, CHIPS_PER_VM
 from bert_jax.runtime.topology import Topology, parse_topology, slice_shape
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[4]
@@ -26,23 +23,14 @@ ONE_PROCESS = ("finetune", "prepare", "sweep")
 
 
 class Job(NamedTuple):
-    """A command to run.
+    """A command to run."""
 
-    Attributes:
-        command: arguments of `bert-jax`, starting with the verb.
-        name: name of the job, slice or workload.
-        folder: folder that the command writes to.
-        environment: environment variables of the command.
-        config: config file of the command; "" for none.
-        inputs: other paths that the command reads.
-    """
-
-    command: Sequence[str]
-    name: str
-    folder: str
-    environment: dict[str, str]
-    config: str = ""
-    inputs: Sequence[str] = ()
+    command: Sequence[str]  # arguments of `bert-jax`, starting with the verb
+    name: str  # of the job, slice or workload
+    folder: str  # that the command writes to
+    environment: dict[str, str]  # variables of the command
+    config: str = ""  # config file of the command; "" for none
+    inputs: Sequence[str] = ()  # other paths that the command reads
 
     @property
     def is_distributed(self) -> bool:
@@ -56,18 +44,13 @@ class Job(NamedTuple):
 
 
 class State(NamedTuple):
-    """What an engine says of a job.
+    """What an engine says of a job."""
 
-    Attributes:
-        kind: "waiting", "running", "done", "failed", "stopped" (by its user), "lost" (there is no such
-            job) or "unknown" (the engine does not answer).
-        status: exit status of a failed job; None if it is unknown.
-        text: why it waits or has failed, and the last lines of its output.
-    """
-
+    # "waiting", "running", "done", "failed", "stopped" (by its user), "lost" (there is no such job) or "unknown"
+    # (the engine does not answer).
     kind: str
-    status: int | None = None
-    text: str = ""
+    status: int | None = None  # exit status of a failed job; None if it is unknown
+    text: str = ""  # why it waits or has failed, and the last lines of its output
 
 
 def state_folder(name: str) -> pathlib.Path:
@@ -86,25 +69,12 @@ def has_checkout() -> bool:
     return (CHECKOUT / "configs").is_dir()
 
 
-def query(command: Sequence[str], seconds: float = 120.0) -> tuple[str | None, str]:
-    """Return the output of a command and "", or None and the line that says why it failed."""
-    try:
-        done = subprocess.run(command, capture_output=True, errors="replace", timeout=seconds)
-    except FileNotFoundError:
-        return None, f"{command[0]} is not on the PATH"
-    except subprocess.TimeoutExpired:
-        return None, f"{shlex.join(command)} did not answer within {seconds:g} s"
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        errors = [line for line in lines if re.match("error", line, re.IGNORECASE)] + lines[-1:]
-        return None, errors[0] if errors else f"{command[0]} exited with status {done.returncode}"
-    return done.stdout.strip(), ""
-
-
-def check_nodes(job: Job, nodes: int) -> None:
-    """Check that a verb that runs in one process has one machine."""
-    if nodes > 1 and not job.is_distributed:
-        raise UserError(f"--nodes {nodes}: {job.command[0]} runs on one machine")
+def check_one_machine(
+    job: Job, option: str, parts: int | float, where: str = "on one machine"
+) -> None:
+    """Check that an option gives a verb that runs in one process no more than one machine or process."""
+    if parts > 1 and not job.is_distributed:
+        raise UserError(f"{option}: {job.command[0]} runs {where}")
 
 
 def check_accelerator(on: str, job: Job, accelerator: str) -> None:
@@ -117,36 +87,29 @@ def check_accelerator(on: str, job: Job, accelerator: str) -> None:
         )
 
 
-def check_machines(job: Job, accelerator: str, topology: Topology, max_chips: int = 0) -> None:
-    """Check that the slice of a command in one process has one machine, of at most `max_chips`."""
-    max_chips = max_chips or topology.chip.most_on_vm
-    if max(topology.chips / max_chips, topology.slices) > 1 and not job.is_distributed:
-        raise UserError(
-            f"--accelerator {accelerator}: {job.command[0]} runs on one machine, of at most "
-            f"{max_chips} chips"
-        )
-
-
-def tpu_topology(accelerator: str, vm: bool = False) -> Topology:
-    """Return a topology of TPUs; with `vm`, of those that Cloud TPU VMs have."""
-    topology = parse_topology(accelerator)
+def tpu_topology(job: Job, accelerator: str, vm: bool = False) -> Topology:
+    """Return a topology of TPUs, with `vm` of those that Cloud TPU VMs have, after checking it for a verb."""
+    option, topology = f"--accelerator {accelerator}", parse_topology(accelerator)
     tpus = [kind for kind, chip in CHIPS.items() if (chip.tpu_vm if vm else chip.is_tpu)]
     if topology.kind not in tpus:
-        raise UserError(f"--accelerator {accelerator}: choose from {', '.join(tpus)}")
+        raise UserError(f"{option}: choose from {', '.join(tpus)}")
+    most = topology.chip.most_on_vm if vm else CHIPS_PER_VM
+    where = f"on one machine, of at most {most} chips"
+    check_one_machine(job, option, max(topology.chips / most, topology.slices), where)
     return topology
 
 
-def accelerator_type(topology: Topology) -> str:
-    """Return gcloud's name of the type of a slice, such as v5litepod-16; "" if its shape has none."""
-    kind, cores = (topology.chip.tpu_vm or ("", ""))[0], topology.chips * topology.chip.cores
-    cores //= topology.slices
-    return f"{kind}-{cores}" if slice_shape(topology.kind, cores) == topology.shape else ""
+def slice_type(topology: Topology, optional: bool = False) -> tuple[str, str]:
+    """Return gcloud's name of the type of a slice, such as v5litepod-16, and of its software.
 
-
-def known_type(topology: Topology) -> str:
-    """Return the type of a slice, whose shape must have one."""
-    if name := accelerator_type(topology):
-        return name
+    If its shape has no type, this is an error, or the first name is "" if the type is `optional`.
+    """
+    kind, software = topology.chip.tpu_vm or ("", "")
+    cores = topology.chips // topology.slices * topology.chip.cores
+    if slice_shape(topology.kind, cores) == topology.shape:
+        return f"{kind}-{cores}", software
+    if optional:
+        return "", software
     raise UserError(
         f"--accelerator {topology.name}: only the shapes of accelerator types can be created, such as "
         f"{topology.kind}-8 and {topology.kind}-16"

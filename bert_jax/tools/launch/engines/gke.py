@@ -7,7 +7,7 @@ from typing import Any
 from bert_jax.runtime.chips import CHIPS_PER_VM
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
-from bert_jax.tools.launch.plan import STOP_SECONDS, Plan
+from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, read_output
 
 _KEPT_SECONDS = 7 * 24 * 3600  # in which a JobSet that has ended can be asked for its state
 
@@ -30,11 +30,10 @@ def plan(
     slices = machines = 1
     base.check_accelerator("gke", job, accelerator)
     if accelerator:
-        topology = base.tpu_topology(accelerator)
+        topology = base.tpu_topology(job, accelerator)
         chips, slices = topology.chips // topology.slices, topology.slices
         on_a_machine = min(chips, CHIPS_PER_VM)
         machines = chips // on_a_machine
-        base.check_machines(job, accelerator, topology, CHIPS_PER_VM)
         variables["BERT_JAX_DISTRIBUTED"] = "auto"
         # The nodes of a slice may become available long after those of another.
         variables.setdefault("BERT_JAX_JOIN_SECONDS", "3600")
@@ -114,7 +113,7 @@ def ask(name: str, query: Sequence[str]) -> State:
 
     https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/#jobset-x-k8s-io-v1alpha2-JobSetStatus
     """
-    text, error = base.query(["kubectl", "get", "jobset", name, "--output=json"])
+    text, error = read_output(["kubectl", "get", "jobset", name, "--output=json"])
     if text is None:
         return State("lost" if "NotFound" in error else "unknown", text=error)
     conditions = json.loads(text).get("status", {}).get("conditions", [])
@@ -122,10 +121,10 @@ def ask(name: str, query: Sequence[str]) -> State:
     if "Completed" in ended:
         return State("done", 0)
     label = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
-    text, error = base.query(["kubectl", "get", "pods", label, "--output=json"])
+    text, error = read_output(["kubectl", "get", "pods", label, "--output=json"])
     pods = [pod.get("status", {}) for pod in json.loads(text)["items"]] if text else []
     if "Failed" in ended:
-        output, _ = base.query(["kubectl", "logs", label, "--prefix", "--tail=5"])
+        output, _ = read_output(["kubectl", "logs", label, "--prefix", "--tail=5"])
         exits = [
             container["state"]["terminated"]["exitCode"]
             for pod in pods

@@ -3,23 +3,16 @@
 import os
 import socket
 
-from bert_jax.errors import EXIT_INTERRUPTED, UserError
+from bert_jax.errors import EXIT_INTERRUPTED
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job
 from bert_jax.tools.launch.plan import KILLED, Plan, Process
 
 
-def plan(
-    job: Job,
-    *,
-    processes: int = 0,
-    devices: int | None = None,
-    restarts: int = 0,
-) -> Plan:
+def plan(job: Job, *, processes: int = 0, devices: int | None = None, restarts: int = 0) -> Plan:
     """Plan several processes on this machine: 2 by default, or 1 for verbs that run in one."""
     processes = processes or (2 if job.is_distributed else 1)
-    if processes > 1 and not job.is_distributed:
-        raise UserError(f"--processes {processes}: {job.command[0]} runs in one process")
+    base.check_one_machine(job, f"--processes {processes}", processes, "in one process")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -10,7 +10,7 @@ from typing import Any
 from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
-from bert_jax.tools.launch.plan import Plan
+from bert_jax.tools.launch.plan import Plan, read_output
 
 # Statuses of managed jobs: https://docs.skypilot.co/en/latest/reference/cli.html#sky-jobs-queue
 _KINDS = {
@@ -46,7 +46,7 @@ def plan(
 
     Without an image, its machines install this checkout, or a wheel of this package.
     """
-    base.check_nodes(job, nodes)
+    base.check_one_machine(job, f"--nodes {nodes}", nodes)
     base.check_accelerator("sky", job, accelerator)
     is_tpu = accelerator.startswith("tpu")
     resources: dict[str, Any] = {
@@ -57,12 +57,12 @@ def plan(
     if accelerator:
         resources["accelerators"] = accelerator
     if is_tpu:  # SkyPilot's default runtime is wrong for some slices
-        topology = base.tpu_topology(accelerator, vm=True)
-        base.check_machines(job, accelerator, topology)
+        topology = base.tpu_topology(job, accelerator, vm=True)
         if topology.slices > 1:
             raise UserError(f"--accelerator {accelerator}: SkyPilot has one slice for a job")
-        resources["accelerators"] = f"tpu-{base.known_type(topology)}"
-        resources["accelerator_args"] = {"runtime_version": (topology.chip.tpu_vm or ("", ""))[1]}
+        kind, software = base.slice_type(topology)
+        resources["accelerators"] = f"tpu-{kind}"
+        resources["accelerator_args"] = {"runtime_version": software}
     processes, setup = "", []
     if job.is_distributed:
         processes = "export BERT_JAX_DISTRIBUTED=auto\n" if is_tpu else _SKY_PROCESSES
@@ -99,9 +99,8 @@ def plan(
 
 def ask(name: str, query: Sequence[str]) -> State:
     """Ask for the status of the newest managed job of a name."""
-    text, error = base.query(
-        ["sky", "jobs", "queue", "--all", "--verbose", "--refresh", "--output=json"]
-    )
+    queue = ["sky", "jobs", "queue", "--all", "--verbose", "--refresh", "--output=json"]
+    text, error = read_output(queue)
     try:
         jobs = json.loads((text or "")[(text or "").index("[") :])
     except ValueError:
@@ -116,6 +115,6 @@ def ask(name: str, query: Sequence[str]) -> State:
     if not status.startswith("FAILED"):
         return State(_KINDS.get(status, "waiting"), text=f"{status} {reason}".strip())
     # By name, only jobs that have not ended are found.
-    output, _ = base.query(["sky", "jobs", "logs", "--no-follow", "--tail=5", str(job["job_id"])])
+    output, _ = read_output(["sky", "jobs", "logs", "--no-follow", "--tail=5", str(job["job_id"])])
     code = re.search(r"exit codes? \[?(\d+)", reason)
     return State("failed", int(code[1]) if code else None, f"{status} {reason}\n{output or ''}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
-from bert_jax.tools.launch.plan import Plan
+from bert_jax.tools.launch.plan import Plan, read_output
 
 # States of jobs that the accounting has not yet seen to leave the queue.
 _UNFINISHED = ("COMPLETING", "PENDING", "REQUEUED", "RESIZING", "RUNNING", "SUSPENDED")
@@ -31,7 +31,7 @@ def plan(
 
     It has a process per GPU, or per node without GPUs, and requeues itself. A process has `cpus` CPUs.
     """
-    base.check_nodes(job, nodes)
+    base.check_one_machine(job, f"--nodes {nodes}", nodes)
     tasks = (gpus or 1) if job.is_distributed else 1
     sizes = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={cpus}"]
     if gpus:
@@ -66,7 +66,9 @@ def ask(name: str, query: Sequence[str]) -> State:
     Job states: https://slurm.schedmd.com/job_state_codes.html
     """
     folder, since = query
-    queued, error = base.query(["squeue", "--me", "--noheader", f"--name={name}", "--format=%T %r"])
+    queued, error = read_output(
+        ["squeue", "--me", "--noheader", f"--name={name}", "--format=%T %r"]
+    )
     if queued is None:
         return State("unknown", text=error)
     logs = sorted(pathlib.Path(folder).glob(f"{name}-[0-9]*.out"), key=os.path.getmtime)
@@ -75,7 +77,7 @@ def ask(name: str, query: Sequence[str]) -> State:
         is_active = re.search(r"^(RUNNING|COMPLETING|STOPPED|SIGNALING|STAGE_OUT)", queued, re.M)
         return State("running" if is_active else "waiting", text=output if is_active else queued)
     of_job = [f"--name={name}", f"--starttime={since}", "--format=State,ExitCode"]
-    ended, _ = base.query(["sacct", "--noheader", "--parsable2", "--allocations", *of_job])
+    ended, _ = read_output(["sacct", "--noheader", "--parsable2", "--allocations", *of_job])
     # "CANCELLED by 1000", 0:15
     state, _, code = (ended or "").rpartition("\n")[2].partition("|")
     status, _, signal = code.partition(":")

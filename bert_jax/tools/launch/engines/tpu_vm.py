@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from bert_jax import storage
 from bert_jax.errors import EXIT_INTERRUPTED
-from bert_jax.runtime.topology import Topology
 from bert_jax.tools.launch.engines import base
 from bert_jax.tools.launch.engines.base import Job, State
-from bert_jax.tools.launch.plan import KILLED, Plan, Process
+from bert_jax.tools.launch.plan import KILLED, Plan, Process, read_output
 
 _QUEUED = ("gcloud", "compute", "tpus", "queued-resources")
 
@@ -32,15 +31,16 @@ def plan(
     a service, whose log is copied to the folder that the command writes to. This process follows the log,
     and creates the slices again after preemption.
     """
-    topology = base.tpu_topology(accelerator, vm=True)
-    base.check_machines(job, accelerator, topology)
-    _, runtime = topology.chip.tpu_vm or ("", "")
+    topology = base.tpu_topology(job, accelerator, vm=True)
+    kind, software = base.slice_type(topology, optional=topology.kind == "v4")
+    shape = ["--type=v4", f"--topology={'x'.join(map(str, topology.shape))}"]
     location = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
     several = [f"--node-count={topology.slices}", f"--node-prefix={job.name}"]
     create = [
         *(*_QUEUED, "create", job.name, *location),
         *(several if topology.slices > 1 else [f"--node-id={job.name}"]),
-        *(*_tpu_type(topology), f"--runtime-version={runtime}"),
+        *([f"--accelerator-type={kind}"] if kind else shape),
+        f"--runtime-version={software}",
         *(["--spot"] if spot else []),
         *extra,
     ]
@@ -74,7 +74,6 @@ def plan(
         processes=[Process(on_workers(f"bash {worker.name} follow"))],
         # gcloud also exits with 0 if no machine of the slice is ready.
         confirm=_state_command(job.name, location),
-        teardown=[] if keep else [delete],
         # gcloud exits with 1 or 255 when it loses the connection, as after preemption.
         retry_statuses=frozenset({1, EXIT_INTERRUPTED, *KILLED}),
         restarts=restarts,
@@ -82,6 +81,7 @@ def plan(
         logs=on_workers(f"bash {worker.name} follow"),
         stop=[on_workers(f"bash {worker.name} stop"), *([] if keep else [delete])],
         delete=delete,
+        keep=keep,
         dollars_per_hour=topology.chips * dollars_per_chip_hour,
     )
 
@@ -91,13 +91,13 @@ def ask(name: str, query: Sequence[str]) -> State:
 
     States: https://docs.cloud.google.com/tpu/docs/queued-resources
     """
-    state, error = base.query([*_QUEUED, "describe", name, *query, "--format=value(state.state)"])
+    state, error = read_output([*_QUEUED, "describe", name, *query, "--format=value(state.state)"])
     if state is None:
         return State("lost" if "NOT_FOUND" in error else "unknown", text=error)
     if state != "ACTIVE":
         is_gone = state in ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")
         return State("lost" if is_gone else "waiting", text=f"the slice is {state}")
-    answer, error = base.query(_state_command(name, query))
+    answer, error = read_output(_state_command(name, query))
     kind, _, text = (answer or "").partition("\n")
     if kind in ("waiting", "running"):
         return State(kind, text=text)
@@ -109,10 +109,3 @@ def ask(name: str, query: Sequence[str]) -> State:
 def _state_command(name: str, location: Sequence[str]) -> list[str]:
     on_first = [*location, "--worker=0", "--node=0", "--command=bash tpu_worker.sh state"]
     return [*_QUEUED, "ssh", name, *on_first]
-
-
-def _tpu_type(topology: Topology) -> list[str]:
-    """Return gcloud's options for the type of a slice."""
-    if topology.kind == "v4" and not base.accelerator_type(topology):
-        return ["--type=v4", f"--topology={'x'.join(map(str, topology.shape))}"]
-    return [f"--accelerator-type={base.known_type(topology)}"]
