@@ -6,12 +6,14 @@ blocks of its README.md. The functions below are shared by the pages that are no
 
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.storage import files
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import experiment
+from bert_jax.tools.sweep.experiment import table as table
+from bert_jax.tools.sweep.experiment import with_block as with_block
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -33,22 +35,6 @@ def read(path: pathlib.Path) -> list[Line]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the lines of a Markdown table, or "not run" without rows."""
-    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
-    return [lines[0], f"|{'---|' * len(head)}", *lines[1:]] if len(lines) > 1 else ["not run"]
-
-
-def with_block(text: str, name: str, lines: Sequence[str]) -> str:
-    """Replace the lines between `<!-- NAME -->` and `<!-- /NAME -->` of a page."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    before, _, rest = text.partition(begin)
-    _, marker, after = rest.partition(end)
-    if not marker:
-        raise ValueError(f"the page has no block {name}")
-    return "\n".join([before + begin.rstrip(), *lines, end + after])
-
-
 def module(name: str) -> Any:
     """Return the module that defines the page of a folder."""
     return sweep.module_of(HERE / name / "sweep.py")
@@ -59,8 +45,8 @@ def pages() -> dict[pathlib.Path, str]:
     folders = sorted(path.parent for path in HERE.rglob("sweep.py"))
     texts = {folder / "README.md": experiment.readme(folder) for folder in folders}
     front, speed = ROOT / "README.md", ROOT / "docs" / "explanation" / "speed.md"
-    texts[front] = with_block(front.read_text(), "results", module("results").front())
-    texts[speed] = with_block(speed.read_text(), "speed", module("speed").summary())
+    texts[front] = with_block(front.read_text(), "results", module("results").front(), front)
+    texts[speed] = with_block(speed.read_text(), "speed", module("speed").summary(), speed)
     return texts
 
 

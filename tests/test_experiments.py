@@ -96,4 +96,4 @@ def test_blocks_of_other_pages_regenerate_from_the_results():
         ("docs/explanation/speed.md", "speed", pages.module("speed").summary()),
     ):
         text = (ROOT.parent / path).read_text()
-        assert text == pages.with_block(text, block, lines), path
+        assert text == pages.with_block(text, block, lines, ROOT.parent / path), path

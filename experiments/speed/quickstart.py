@@ -69,7 +69,7 @@ def main() -> None:
     experiment.write_readme(HERE)
     pages = module_of(HERE.parent / "pages.py")
     path, block = ROOT / "README.md", ["```text", *answers(clone, output), "```"]
-    files.write(path, pages.with_block(path.read_text(), "quickstart", block))
+    files.write(path, pages.with_block(path.read_text(), "quickstart", block, path))
 
 
 if __name__ == "__main__":

@@ -14,16 +14,9 @@ def estimate(
     topology: Topology,
     dollars_per_chip_hour: float = 0.0,
 ) -> tuple[dict[str, str], list[str]]:
-    """Estimate the cost of pretraining points by formula (`preflight`).
+    """Return the cost of each pretraining point by name, by formula (`preflight`), and lines about all.
 
-    Args:
-        points: points that have not run.
-        config_of: returns the config of a point that pretrains; its rows need not exist.
-        topology: the chips of each point.
-        dollars_per_chip_hour: price; 0 if it is unknown.
-
-    Returns:
-        The cost of each point by name, and lines about all.
+    `config_of` returns the config of such a point, whose rows need not exist; each point runs on `topology`.
     """
     from bert_jax.tools.preflight.estimate import preflight
 

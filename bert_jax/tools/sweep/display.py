@@ -1,9 +1,15 @@
 """Display of a running sweep."""
 
+import contextlib
 import json
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from bert_jax.runs import workdir
 from bert_jax.tools.sweep.folders import PointRun
@@ -11,6 +17,7 @@ from bert_jax.tools.sweep.scheduler import Scheduler
 from bert_jax.training.summary import duration
 
 _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip
+_NUMBERS = ("step", "loss", "left")
 
 
 def note_of(point_run: PointRun, now: float, note: str) -> dict[str, str]:
@@ -40,64 +47,54 @@ def note_of(point_run: PointRun, now: float, note: str) -> dict[str, str]:
     }
 
 
-class Display:
-    """A live table in a terminal; a line for every change of state in a log."""
+@contextlib.contextmanager
+def display(scheduler: Scheduler) -> Iterator[Callable[[], None]]:
+    """Show a live table in a terminal, or a line for every change of state in a log.
 
-    def __init__(self, scheduler: Scheduler):
-        self._scheduler, self._live = scheduler, None
-        self._before: dict[str, str] = {}
-        self._drawn = 0.0
+    Yield a function that updates it.
+    """
+    before, drawn = dict(scheduler.state), 0.0
+    if num_done := list(before.values()).count("done"):
+        print(f"{num_done} of {len(before)} points are already done", file=sys.stderr)
 
-    def __enter__(self) -> "Display":
-        self._before = dict(self._scheduler.state)
-        if num_done := list(self._before.values()).count("done"):
-            print(f"{num_done} of {len(self._before)} points are already done", file=sys.stderr)
-        if sys.stderr.isatty():
-            from rich import console, live
+    def log_changes() -> None:
+        for name, state in scheduler.state.items():
+            if state != before[name]:
+                before[name] = state
+                log = f" ({scheduler.point_runs[name].log})"
+                log = log if state in ("running", "failed") else ""
+                print(f"{name}: {state}{log}", file=sys.stderr, flush=True)
 
-            self._live = live.Live(
-                self._table(), console=console.Console(stderr=True), auto_refresh=False
-            )
-            self._live.start()
-        return self
+    def redraw() -> None:
+        nonlocal before, drawn
+        if time.monotonic() - drawn > 1 or scheduler.state != before:
+            before, drawn = dict(scheduler.state), time.monotonic()
+            table.refresh()
 
-    def __exit__(self, *error: Any) -> None:
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-            self._live.stop()
+    if not sys.stderr.isatty():
+        yield log_changes
+        return
+    stderr = Console(stderr=True)
+    with Live(
+        console=stderr, auto_refresh=False, get_renderable=lambda: _table(scheduler)
+    ) as table:
+        yield redraw  # the last table is drawn at the end
 
-    def show(self) -> None:
-        """Update the display."""
-        state = self._scheduler.state
-        if self._live is None:
-            for name, now in state.items():
-                if now != self._before[name]:
-                    point_run = self._scheduler.point_runs[name]
-                    log = f" ({point_run.log})" if now in ("running", "failed") else ""
-                    print(f"{name}: {now}{log}", file=sys.stderr, flush=True)
-        elif time.monotonic() - self._drawn > 1 or state != self._before:
-            self._drawn = time.monotonic()
-            self._live.update(self._table(), refresh=True)
-        self._before = dict(state)
 
-    def _table(self) -> Any:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False)
-        for title in ("point", "state", "step", "loss", "left", ""):
-            is_number = title in ("step", "loss", "left")
-            table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
-        states, now = self._scheduler.state, time.time()
-        # Finished points come last: a small terminal shows only the first lines.
-        for name in sorted(states, key=lambda name: states[name] == "done"):
-            running = states[name] == "running"
-            note = {}
-            if running:
-                note = note_of(self._scheduler.point_runs[name], now, self._scheduler.note(name))
-            if states[name] == "failed":
-                note = {"note": self._scheduler.point_runs[name].last_log_line()[-80:]}
-            state = Text(states[name], _STYLES.get(states[name], "dim"))
-            cells = [note.get(key, "") for key in ("step", "loss", "left", "note")]
-            table.add_row(Text(name), state, *map(Text, cells))  # plain strings would be markup
-        return table
+def _table(scheduler: Scheduler) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("point", "state", *_NUMBERS, ""):
+        justify = "right" if title in _NUMBERS else "left"
+        table.add_column(title, justify=justify, no_wrap=True)
+    states, now = scheduler.state, time.time()
+    # Finished points come last: a small terminal shows only the first lines.
+    for name in sorted(states, key=lambda name: states[name] == "done"):
+        point_run, note = scheduler.point_runs[name], {}
+        if states[name] == "running":
+            note = note_of(point_run, now, scheduler.note(name))
+        if states[name] == "failed":
+            note = {"note": point_run.last_log_line()[-80:]}
+        state = Text(states[name], _STYLES.get(states[name], "dim"))
+        cells = [note.get(key, "") for key in (*_NUMBERS, "note")]
+        table.add_row(Text(name), state, *map(Text, cells))  # plain strings would be markup
+    return table

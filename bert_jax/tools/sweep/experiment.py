@@ -13,7 +13,7 @@ import dataclasses
 import pathlib
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from bert_jax.errors import UserError
@@ -38,28 +38,35 @@ def matching(results: Sequence[Result], facts: Mapping[str, Any]) -> list[Result
     return [line for line in results if all(line["facts"].get(k) == v for k, v in facts.items())]
 
 
-def values_of(results: Sequence[Result], facts: Mapping[str, Any], metric: str) -> list[float]:
-    """Return a metric of the matching results that have it, one value per seed."""
-    return [
-        line["metrics"][metric] for line in matching(results, facts) if metric in line["metrics"]
-    ]
+def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the lines of a Markdown table, or "not run" without rows."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    return [lines[0], f"|{'---|' * len(head)}", *lines[1:]] if len(lines) > 1 else ["not run"]
+
+
+def with_block(text: str, name: str, lines: Sequence[str], path: pathlib.Path) -> str:
+    """Replace the lines between `<!-- NAME -->` and `<!-- /NAME -->` of the page at a path."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = text.partition(f"{begin}\n")
+    _, marker, after = rest.partition(end)
+    if not marker:
+        raise UserError(f"{path}: add the lines {begin} and {end}")
+    return "\n".join([before + begin, *lines, end + after])
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        metric: name of the metric.
-        facts: facts of its results, in addition to the row's.
-        factor: multiplier of the values, such as 100 for percent.
-        digits: number of decimals.
-    """
+    """A column of a table."""
 
     metric: str
+    # Facts of its results, in addition to the row's.
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    factor: float | int = 100.0
-    digits: int = 1
+    factor: float | int = 100.0  # multiplier of the values, such as 100 for percent
+    digits: int = 1  # number of decimals
+
+    def values(self, results: Sequence[Result]) -> list[float]:
+        """Return the values of the results that have the metric, one per seed."""
+        return [line["metrics"][self.metric] for line in results if self.metric in line["metrics"]]
 
     def cell(self, values: Sequence[float]) -> str:
         """Format the mean, standard deviation and number of seeds."""
@@ -74,30 +81,22 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of results with the paper's numbers.
+    """A table of results with the paper's numbers."""
 
-    Attributes:
-        rows: facts of each row's results, by label.
-        columns: columns by label.
-        paper: the paper's numbers by row and column, in the displayed units.
-        title: title of the first column.
-        average: whether to add a last column with the mean of complete rows.
-    """
-
-    rows: Mapping[str, Mapping[str, Any]]
-    columns: Mapping[str, Column]
+    rows: Mapping[str, Mapping[str, Any]]  # facts of each row's results, by label
+    columns: Mapping[str, Column]  # by label
+    # The paper's numbers by row and column, in the displayed units.
     paper: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    title: str = ""
-    average: bool = False
+    title: str = ""  # of the first column
+    average: bool = False  # whether to add a last column with the mean of complete rows
 
     def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Return the table: mean ± standard deviation (seeds) [paper]."""
-        names = [*self.columns, *(["average"] if self.average else [])]
-        lines = [f"| {self.title} | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+        rows = []
         for label, facts in self.rows.items():
             paper, cells, means = self.paper.get(label, {}), [], []
             for name, column in self.columns.items():
-                values = values_of(results, {**facts, **column.facts}, column.metric)
+                values = column.values(matching(results, {**facts, **column.facts}))
                 means += [column.factor * statistics.fmean(values)] if values else []
                 reference = f" [{paper[name]}]" if name in paper else ""
                 cells.append(column.cell(values) + reference)
@@ -106,7 +105,8 @@ class Table:
                 reference = f" [{statistics.fmean(paper.values()):.1f}]" if paper else ""
                 mean = f"{statistics.fmean(means):.1f}" if is_complete else "not run"
                 cells.append(mean + reference)
-            lines.append(f"| {label} | {' | '.join(cells)} |")
+            rows.append([label, *cells])
+        lines = table([self.title, *self.columns, *["average"] * self.average], rows)
         if any(self.paper.get(label, {}).keys() & self.columns.keys() for label in self.rows):
             lines += ["", "In brackets: the paper's numbers."]
         return "\n".join(lines)
@@ -114,19 +114,12 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim of the paper: one row is better than another in a column.
-
-    Attributes:
-        column: label of the column.
-        above: label of the better row.
-        below: label of the worse row.
-        lower: whether lower is better, as for perplexity.
-    """
+    """A claim of the paper: one row is better than another in a column; all are labels."""
 
     column: str
-    above: str
-    below: str
-    lower: bool = False
+    above: str  # the better row
+    below: str  # the worse row
+    lower: bool = False  # whether lower is better, as for perplexity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +152,10 @@ class Claims:
         """Return the mean of each pretraining seed; all runs of another checkpoint count as one."""
         column, by_seed = self.table.columns[claim.column], {}
         for line in matching(results, {**self.table.rows[row], **column.facts}):
-            if column.metric in line["metrics"]:
-                own = line["seed"] if verb(line) == "pretrain" else 0
-                seed = line["facts"].get("pretraining_seed", own)
-                by_seed.setdefault(seed, []).append(line["metrics"][column.metric])
-        return [statistics.fmean(values) for values in by_seed.values()]
+            own = line["seed"] if verb(line) == "pretrain" else 0
+            seed = line["facts"].get("pretraining_seed", own)
+            by_seed.setdefault(seed, []).extend(column.values([line]))
+        return [statistics.fmean(values) for values in by_seed.values() if values]
 
     def _line(self, claim: Claim, values: tuple[list[float], list[float]], p: float | None) -> str:
         column, (above, below) = self.table.columns[claim.column], values
@@ -208,21 +200,13 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Curves:
-    """A plot with a curve for each series of results.
+    """A plot with a curve for each series of results."""
 
-    Attributes:
-        file: file name, such as curve.svg.
-        series: facts of the results of each curve, by label.
-        x: a fact, or "step", "real_tokens" or "seconds" of the held-out curve of pretraining runs.
-        y: a metric, or "loss" of the held-out curve.
-        labels: labels of the x and y axis.
-    """
-
-    file: str
-    series: Mapping[str, Mapping[str, Any]]
-    x: str
-    y: str
-    labels: tuple[str, str]
+    file: str  # file name, such as curve.svg
+    series: Mapping[str, Mapping[str, Any]]  # facts of the results of each curve, by label
+    x: str  # a fact, or "step", "real_tokens" or "seconds" of the held-out curve of pretraining runs
+    y: str  # a metric, or "loss" of the held-out curve
+    labels: tuple[str, str]  # of the x and y axis
 
     def points(
         self, results: Sequence[Result], facts: Mapping[str, Any]
@@ -266,8 +250,7 @@ class Curves:
 def readme(folder: str | pathlib.Path) -> str:
     """Return an experiment's README with its blocks regenerated from results.jsonl.
 
-    Args:
-        folder: folder of sweep.py, README.md and optionally results.jsonl; pictures are written to it.
+    `folder` has sweep.py, README.md and optionally results.jsonl; pictures are written to it.
     """
     folder = pathlib.Path(folder)
     module = sweep.module_of(folder / "sweep.py")
@@ -281,12 +264,7 @@ def readme(folder: str | pathlib.Path) -> str:
         if name not in blocks:
             raise UserError(f"{path}: get_blocks of sweep.py does not define block {name!r}")
     for name, block in blocks.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        if begin not in text or end not in text:
-            raise UserError(f"{path}: add the lines {begin.strip()} and {end}")
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}{block.markdown(results, folder)}\n{end}{after}"
+        text = with_block(text, name, [block.markdown(results, folder)], path)
     return text
 
 

@@ -71,13 +71,7 @@ def name(choices: Mapping[str, Sequence[str]]) -> str:
 
 
 def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, list[str]]) -> None:
-    """Write sweep.py and README.md of a grid, unless the same are there.
-
-    Args:
-        folder: the experiment's folder.
-        command: the command, `pretrain` or `finetune`, without --workdir.
-        choices: values by config key; `model` stands for the size in --config.
-    """
+    """Write sweep.py and README.md of a grid, unless the same are there (see `points`)."""
     has_curve = command[0] == "pretrain"
     text = _SWEEP.format(
         command=pprint.pformat(list(command)),
@@ -104,7 +98,10 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
 
 
 def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Point]:
-    """Return a point for every combination, whose facts are its settings."""
+    """Return a point for every combination, whose facts are its settings.
+
+    `choices` are the values by config key; `model` stands for the size in --config.
+    """
     if command[:1] not in (["pretrain"], ["finetune"]):
         raise UserError("--grid needs a pretrain or finetune command after --")
     if any(part.partition("=")[0] == "--workdir" for part in command):
@@ -138,10 +135,8 @@ def _label(facts: Mapping[str, str]) -> str:
 
 def _with(command: Sequence[str], facts: Mapping[str, str]) -> list[str]:
     """Return a command with settings, which come last and so replace earlier ones."""
-    settings = dict(facts)
-    size = settings.pop("model", "")
-    parts = list(command)
-    if size:
+    settings, parts = dict(facts), list(command)
+    if size := settings.pop("model", ""):
         model_size(size)  # raises for an unknown one
         parts = _with_size(parts, size)
     return [*parts, *(f"--config.{key}={value}" for key, value in settings.items())]
@@ -154,16 +149,16 @@ def _with_size(parts: list[str], size: str) -> list[str]:
     """
     for i, part in enumerate(parts):
         option, equals, value = part.partition("=")
-        if option != "--config" or (not equals and i + 1 == len(parts)):
+        at = i if equals else i + 1
+        if option != "--config" or at == len(parts):
             continue
-        old = value if equals else parts[i + 1]
+        old = value if equals else parts[at]
         name, colon, argument = old.partition(":") if ":" in old else ("", "", old)
         new = f"{name}{colon}{','.join([size, *argument.split(',')[1:]])}"
         if not colon and ":" not in flags.find(old, Config):
             new = f"{old}:{size}"
             _check_size(new, size)
-        replaced = [f"--config={new}"] if equals else ["--config", new]
-        return [*parts[:i], *replaced, *parts[i + len(replaced) :]]
+        return [*parts[:at], f"--config={new}" if equals else new, *parts[at + 1 :]]
     raise UserError(_NEEDS_SIZE)
 
 

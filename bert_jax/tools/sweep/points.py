@@ -28,19 +28,16 @@ FOLDER_OPTION = {
 
 
 class SweepArgs(NamedTuple):
-    """Arguments of a sweep.
+    """Arguments of a sweep."""
 
-    Attributes:
-        scale: one of `SCALES`: the data and sizes of the paper, or what takes a laptop an hour.
-        data: folder of texts and tasks; its `/` also joins paths on object storage.
-        init: checkpoint to fine-tune, for sweeps that start from one.
-        seeds: number of seeds; 0 takes the sweep's default.
-    """
-
-    scale: str = "small"
-    data: Any = pathlib.Path()
-    init: str = ""
-    seeds: int = 0
+    scale: str = (
+        "small"  # one of `SCALES`: the data and sizes of the paper, or what takes a laptop an hour
+    )
+    data: Any = (
+        pathlib.Path()
+    )  # folder of texts and tasks; its `/` also joins paths on object storage
+    init: str = ""  # checkpoint to fine-tune, for sweeps that start from one
+    seeds: int = 0  # number of seeds; 0 takes the sweep's default
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +55,6 @@ class Point:
     name: str
     command: Sequence[Any]
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    _digests: dict[str, str] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
     def verb(self) -> str:
@@ -88,20 +84,19 @@ class Point:
             for part in self.command
         ]
 
+    @functools.cache  # noqa: B019 (points live as long as the program)
     def digest(self, data: pathlib.Path | str) -> str:
         """Return a hash of the command and its dependencies, independent of the data folder's path.
 
         For a script it includes the content of the file.
         """
-        if str(data) not in self._digests:
-            parts = [
-                part.digest(data) if isinstance(part, Point) else text
-                for part, text in zip(self.command, self.display_command(data), strict=True)
-            ]
-            if self.verb == "python" and pathlib.Path(self.command[1]).is_file():
-                parts.append(files.sha256(str(self.command[1])))
-            self._digests[str(data)] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
-        return self._digests[str(data)]
+        parts = [
+            part.digest(data) if isinstance(part, Point) else text
+            for part, text in zip(self.command, self.display_command(data), strict=True)
+        ]
+        if self.verb == "python" and pathlib.Path(self.command[1]).is_file():
+            parts.append(files.sha256(str(self.command[1])))
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
 
 
 def replace_path(text: str, path: pathlib.Path | str, name: str) -> str:
@@ -118,17 +113,11 @@ def grid(**choices: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 class Sweep(NamedTuple):
-    """A loaded sweep.
-
-    Attributes:
-        path: path of the file.
-        args: its arguments.
-        points: the points, each after its dependencies.
-    """
+    """A loaded sweep file."""
 
     path: pathlib.Path
     args: SweepArgs
-    points: list[Point]
+    points: list[Point]  # each after its dependencies
 
 
 def load(path: str | os.PathLike, args: SweepArgs) -> Sweep:
@@ -180,9 +169,9 @@ def ordered(where: Any, yielded: Iterable[Point], data: Any) -> list[Point]:
         for needed in point.needs:
             add(needed)
         if point.verb not in FOLDER_OPTION:
+            known = ", ".join(FOLDER_OPTION)
             raise UserError(
-                f"{where}: {point.name}: a sweep cannot run {point.verb!r}; choose one of "
-                + ", ".join(FOLDER_OPTION)
+                f"{where}: {point.name}: a sweep cannot run {point.verb!r}; choose one of {known}"
             )
         before, digest = points.setdefault(point.name, point), point.digest(data)
         if before.digest(data) != digest or before.facts != point.facts:

@@ -38,7 +38,7 @@ _EXECUTION = ("metrics", "wall_seconds", "attempts", "load")
 
 def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
     """Return the results of a finished point: a line per seed of a training run, else one line."""
-    point, attempts = point_run.point, point_run.attempts()
+    point, attempts, last = point_run.point, point_run.attempts(), point_run.last_attempt
     common = {
         "point": point.name,
         "scale": args.scale,
@@ -46,23 +46,22 @@ def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
         "command": _shell_command(point_run, args.data),
         "digest": point_run.digest,
     }
-    last_attempt = attempts[-1] if attempts else {}
-    last = {
+    measured = {
         "wall_seconds": round(sum(attempt["seconds"] for attempt in attempts), 1),
         "attempts": len(attempts),
-        "load": last_attempt.get("load"),
-        "cores": last_attempt.get("cores"),
+        "load": last.get("load"),
+        "cores": last.get("cores"),
         "processor": _processor(),
         **workdir.versions(_VERSIONS),
     }
     if point.verb not in LAUNCHED:
         path = point_run.files / "metrics.json"
         metrics = json.loads(path.read_text()) if path.exists() else _of_rows(point_run.files)
-        return [{**common, "metrics": metrics, "commit": workdir.commit(), **last}]
+        return [{**common, "metrics": metrics, "commit": workdir.commit(), **measured}]
     out = point_run.files
     runs = sorted(out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [out]
-    lines = [{**common, **last, **_of_run(run)} for run in runs]
-    if last_attempt.get("on", "local") != "local":
+    lines = [{**common, **measured, **_of_run(run)} for run in runs]
+    if last.get("on", "local") != "local":
         # Our own measurements are of this machine; the rest is from the run's files.
         steps = sum(line["step_seconds"] for line in lines)
         unknown = {"wall_seconds": round(steps, 1), "load": None, "cores": None, "processor": None}
@@ -105,27 +104,25 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         if defaults.get(key) != value and not (isinstance(value, str) and "/" in value)
     }
     content = json.dumps(changed, sort_keys=True, default=str)
-    extra: dict[str, Any] = {}
+    curve: dict[str, Any] = {}
     if isinstance(config, FinetuneConfig):
-        summary = json.loads((folder / "metrics.json").read_text())
+        last = json.loads((folder / "metrics.json").read_text())
         metrics = {
             f"{split}.{name}": value
-            for split, values in summary.items()
+            for split, values in last.items()
             if isinstance(values, dict)
             for name, value in values.items()
         }
-        step = summary["step"]
     else:
         heldout = [line for line in lines if line["split"] == "heldout"]
         last, prefix = (heldout[-1], "") if heldout else (lines[-1], "train.")
         metrics = {f"{prefix}{k}": v for k, v in last.items() if k not in ("step", "split")}
-        step = last["step"]
-        extra["curve"] = _curve(heldout, clock, workdir.read_best_by(folder)["best_by"])
+        curve["curve"] = _curve(heldout, clock, workdir.read_best_by(folder)["best_by"])
     seconds = 3600 * np.diff(clock["hours"])
     flops = sum(line["flops_per_second"] * each for line, each in zip(speed, seconds, strict=True))
     return {
         "seed": config.seed,
-        "step": step,
+        "step": last["step"],
         "metrics": metrics,
         "step_seconds": round(float(seconds.sum()), 1),
         "real_tokens": round(clock["tokens"][-1]),
@@ -135,7 +132,7 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         "commit": starts[-1]["commit"],
         "devices": starts[-1]["devices"],
         **{name: starts[-1]["versions"].get(name) for name in _VERSIONS},
-        **extra,
+        **curve,
     }
 
 
@@ -191,17 +188,13 @@ def current(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Points with equal verb, scale and facts are the same; points without facts are all kept.
     """
-    digests = _current_digests(lines)
+    digests = {_point(line): line["digest"] for line in lines}
     last = {key(line): i for i, line in enumerate(lines)}
     return [
         line
         for i, line in enumerate(lines)
         if last[key(line)] == i and (not line["facts"] or digests[_point(line)] == line["digest"])
     ]
-
-
-def _current_digests(lines: Sequence[dict[str, Any]]) -> dict[tuple, str]:
-    return {_point(line): line["digest"] for line in lines}
 
 
 def _point(line: dict[str, Any]) -> tuple:
@@ -251,15 +244,8 @@ class Results:
         """Append the lines of new executions, and those of points whose command is current again."""
         with files.one_line_errors(f"cannot write {self.path}"), open(self.path, "ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # another process may run this sweep
-            before = self.read()
-            known = {key(line): _execution(line) for line in before}
-            digests = _current_digests(before)
-            new = [
-                line
-                for line in lines
-                if known.get(key(line)) != _execution(line)
-                or (line["facts"] and digests.get(_point(line)) != line["digest"])
-            ]
+            known = {key(line): _execution(line) for line in current(self.read())}
+            new = [line for line in lines if known.get(key(line)) != _execution(line)]
             if not new:
                 return
             content = self.path.read_bytes()

@@ -14,7 +14,7 @@ from bert_jax.storage import files
 from bert_jax.tools.launch import jobs
 from bert_jax.tools.launch.engines.base import state_folder
 from bert_jax.tools.launch.request import job_name
-from bert_jax.tools.sweep.display import Display
+from bert_jax.tools.sweep.display import display
 from bert_jax.tools.sweep.folders import PointRun, Runs
 from bert_jax.tools.sweep.points import Point, Sweep
 from bert_jax.tools.sweep.results import Results, lines_of
@@ -26,13 +26,8 @@ _POLL_SECONDS = 0.2
 def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine) -> int:
     """Run the points of a sweep that are not done, and record the results.
 
-    Args:
-        sweep: the loaded sweep.
-        runs: folder of the points of all sweeps, which may be on object storage.
-        engine: what runs the points.
-
-    Returns:
-        The exit status: 0, 1 if a point failed, 75 if stopped by a signal.
+    `runs` is the folder of the points of all sweeps, which may be on object storage. Return the exit status: 0, 1
+    if a point failed, 75 if stopped by a signal.
     """
     folders, args = Runs(runs), sweep.args
     results = Results(sweep.path.parent)
@@ -58,11 +53,11 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine) -> int:
         scheduler = Scheduler(sweep.points, folders, args, engine, done, name)
         stack.callback(scheduler.stop)  # on any error, stop what was started
         received = stack.enter_context(record_signals())
-        display = stack.enter_context(Display(scheduler))
+        show = stack.enter_context(display(scheduler))
         handled = 0
         while True:
             scheduler.update()
-            display.show()
+            show()
             if len(received) > handled:
                 handled = len(received)
                 scheduler.stop() if handled == 1 else scheduler.kill()

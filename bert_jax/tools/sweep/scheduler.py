@@ -34,17 +34,13 @@ _UPLOAD_SECONDS = 10.0  # until what could not be uploaded is tried again
 
 
 class Engine(NamedTuple):
-    """What runs the points.
+    """What runs the points."""
 
-    Attributes:
-        on: "local", or an engine of `launch`.
-        options: arguments of `bert-jax launch`; `VERB:ARGUMENT` is for points of a verb.
-        jobs: maximum number of points that run at once.
-    """
-
-    on: str = "local"
-    options: Sequence[str] = ()
-    jobs: int = 1
+    on: str = "local"  # or an engine of `launch`
+    options: Sequence[
+        str
+    ] = ()  # arguments of `bert-jax launch`; `VERB:ARGUMENT` is for points of a verb
+    jobs: int = 1  # maximum number of points that run at once
 
     def command(self, point: Point, point_runs: dict[str, PointRun], job: str = "") -> list[str]:
         """Return the full command of a point; `job` is the name of its job or slice."""
@@ -67,8 +63,8 @@ class Engine(NamedTuple):
     def options_of(self, verb: str) -> list[str]:
         """Return the arguments of `launch` for points of a verb; of two for one option the last counts."""
         parts = [option.partition(":") for option in self.options]
-        own = [rest for before, _, rest in parts if before == verb]
-        return [o for o in self.options if o.partition(":")[0] not in LAUNCHED] + own
+        common = [before + colon + rest for before, colon, rest in parts if before not in LAUNCHED]
+        return common + [rest for before, _, rest in parts if before == verb]
 
     def slice_kind(self, verb: str) -> str:
         """Return "" if all verbs have the same slices, else the verb's letter."""
@@ -85,11 +81,7 @@ class Engine(NamedTuple):
 
 
 class _Call:
-    """A call in a thread, which does not keep the process from ending.
-
-    Attributes:
-        result: what the function returned; None until then.
-    """
+    """A call in a thread, which does not keep the process from ending; `result` is None until it returns."""
 
     def __init__(self, function: Callable[[str], Any], argument: str):
         self.result: Any = None
@@ -124,40 +116,39 @@ class _Slices:
         name: how the names of slices begin; a kind and a number follow.
         count: maximum number of slices that run.
         of: slice of each point, by digest, that an earlier sweep has started and that may run.
+        own: digests of this sweep's points.
     """
 
-    def __init__(self, name: str, count: int, of: dict[str, str]):
-        self._name, self._count, self.of = name, count, of
+    def __init__(self, name: str, count: int, of: dict[str, str], own: Collection[str]):
+        self._name, self._count, self.of, self._own = name, count, of, own
         self.broken: set[str] = set()  # slices on which a run may go on that is not followed
         self._deleting: dict[str, _Call] = {}
         self._left: set[str] = set()  # slices that could not be deleted
 
-    def _unused(self, kind: str | None = None) -> list[str]:
-        """Return the slices that may exist (of a kind) and that no point has."""
-        used = {*self.of.values(), *self._deleting, *self._left}
-        names = [name for name in jobs.with_machines(f"{self._name}-") if name not in used]
-        return [name for name in names if kind in (None, self._kind(name))]
+    def _used(self) -> set[str]:
+        """Return the slices that a point has, or that are deleted or cannot be."""
+        return {*self.of.values(), *self._deleting, *self._left}
 
-    def _kind(self, name: str) -> str:
-        return name.removeprefix(self._name).rpartition("-")[0]
+    def _unused(self) -> list[tuple[str, str]]:
+        """Return the kind and name of the slices that may exist and that no point has."""
+        used, names = self._used(), jobs.with_machines(f"{self._name}-")
+        kinds = [name.removeprefix(self._name).rpartition("-")[0] for name in names]
+        return [pair for pair in zip(kinds, names, strict=True) if pair[1] not in used]
 
-    def take(self, digest: str, kind: str, taken: Collection[str]) -> str:
-        """Return the slice of a point, if possible one that exists; "" if one is about to be free.
-
-        `taken` are the slices of points that this sweep runs, or that have one and wait.
-        """
+    def take(self, digest: str, kind: str) -> str:
+        """Return the slice of a point, if possible one that exists; "" if one is about to be free."""
         if digest in self.of:
             return self.of[digest]
+        taken = {self.of[each] for each in self._own if each in self.of}
         # Launchers that a killed sweep has left.
-        others = [name for name in {*self.of.values()} - {*taken} if jobs.is_launched(name)]
+        others = [name for name in {*self.of.values()} - taken if jobs.is_launched(name)]
         if len(others) + len(taken) >= self._count:
             return ""
-        unused = [name for name in self._unused(kind) if name not in self.broken]
+        unused = [n for each, n in self._unused() if each == kind and n not in self.broken]
         name = next((name for name in unused if not jobs.is_launched(name)), "")
         if not unused:
-            taken = {*self.of.values(), *self.broken, *self._deleting, *self._left}
             numbered = (f"{self._name}{kind}-{i}" for i in itertools.count())
-            name = next(name for name in numbered if name not in taken)
+            name = next(name for name in numbered if name not in self._used() | self.broken)
         if name:
             self.of[digest] = name
         return name
@@ -165,15 +156,13 @@ class _Slices:
     def delete_idle(self, waiting: Mapping[str, int]) -> bool:
         """Delete slices that no point uses, but for as many of a kind as `waiting` says.
 
-        Returns:
-            Whether all deletions that have begun have ended.
+        Return whether all deletions that have begun have ended.
         """
-        kept = collections.Counter[str]()
-        for name in self._unused():
-            kind, is_broken = self._kind(name), name in self.broken
-            kept[kind] += not is_broken
-            is_idle = is_broken or kept[kind] > waiting.get(kind, 0)
-            if is_idle and not jobs.is_launched(name):
+        needed = collections.Counter(waiting)
+        for kind, name in self._unused():
+            if name not in self.broken and needed[kind] > 0:
+                needed[kind] -= 1
+            elif not jobs.is_launched(name):
                 print(f"{name}: deleting the slice", file=sys.stderr, flush=True)
                 self._deleting[name] = _Call(_delete, name)
         for name in [name for name, call in self._deleting.items() if call.result is not None]:
@@ -199,15 +188,9 @@ class _Running:
 
 
 class Scheduler:
-    """Runs points, each once its dependencies are done.
+    """Runs points, each once its dependencies are done; those that are complete are done at once.
 
-    Args:
-        points: the points, each after its dependencies; those that are complete are done at once.
-        runs: folder of all points.
-        args: arguments of the sweep.
-        engine: what runs the points.
-        done: called once for each point that is done.
-        name: how the names of slices begin.
+    `done` is called once for each point that is done. The names of slices begin with `name`.
 
     Attributes:
         state: state of each point by name: "waiting", "running", "done", "failed", "stopped" (by a
@@ -223,19 +206,18 @@ class Scheduler:
         done: Callable[[PointRun], None],
         name: str = "sweep",
     ):
-        self.point_runs: dict[str, PointRun] = {}
-        self.state: dict[str, str] = {}
+        pulled, unfinished = runs.pull(), runs.unfinished("tpu-vm")
+        self.point_runs = {point.name: PointRun(point, runs, args.data) for point in points}
+        self.state = dict.fromkeys(self.point_runs, "waiting")
         self._engine, self._done = engine, done
         self._running: dict[str, _Running] = {}
         self._restarts = collections.Counter[str]()
         self._not_before: dict[str, float] = {}  # time of the next attempt
         self._in_use: set[str] = set()  # points reported as waiting for another process
         self._is_stopping = self._are_deleted = False
-        pulled, unfinished = runs.pull(), runs.unfinished("tpu-vm")
-        self._slices = _Slices(name, engine.jobs, unfinished)
-        for point in points:
-            point_run = PointRun(point, runs, args.data)
-            self.point_runs[point.name], self.state[point.name] = point_run, "waiting"
+        own = {point_run.digest for point_run in self.point_runs.values()}
+        self._slices = _Slices(name, engine.jobs, unfinished, own)
+        for point_name, point_run in self.point_runs.items():
             on = point_run.last_attempt.get("on", engine.on)
             if point_run.is_done:
                 if point_run.folder.name not in pulled:
@@ -243,16 +225,16 @@ class Scheduler:
                 self._finish(point_run)
             elif point_run.is_open and on not in ("local", engine.on):
                 raise UserError(
-                    f"{point.name}: its job {point_run.job} on {on} may run: give --on {on}, or stop it "
+                    f"{point_name}: its job {point_run.job} on {on} may run: give --on {on}, or stop it "
                     f"with `bert-jax launch stop {point_run.job}` and remove {point_run.folder}"
                 )
 
     def stop(self) -> None:
         """Start nothing more, and signal local processes to save and exit."""
         self._is_stopping = True
-        for name, running in list(self._running.items()):
+        for running in list(self._running.values()):
             if running.process is None or running.is_complete:  # a job continues
-                self._release(name, "stopped")
+                self._release(running, "stopped")
             else:
                 signal_groups([running.process], signal.SIGTERM)
 
@@ -275,14 +257,14 @@ class Scheduler:
 
     def update(self) -> None:
         """Handle points that have ended and start those that are ready."""
-        for name, running in list(self._running.items()):
+        for running in list(self._running.values()):
             if running.is_complete:
                 if time.time() - running.query_time > _UPLOAD_SECONDS:
-                    self._complete(name, running)
+                    self._complete(running)
             elif running.process is None:
-                self._query(name, running)
+                self._query(running)
             elif running.process.poll() is not None:
-                self._ended(name, running, exit_status(running.process))
+                self._ended(running, exit_status(running.process))
         if self._is_stopping:
             return
         for name, point_run in self.point_runs.items():
@@ -306,39 +288,31 @@ class Scheduler:
         self._are_deleted = self._slices.delete_idle(waiting)
 
     def _start(self, name: str, point_run: PointRun) -> None:
+        engine, point = self._engine, point_run.point
         point_run.create_folder()
-        lock = contextlib.ExitStack()
-        try:
-            held = lock.enter_context(files.lock_folder(point_run.folder))
-        except InUse as error:  # by another sweep, or a process that a killed one left
-            if name not in self._in_use:
-                self._in_use.add(name)
-                print(f"{name}: waiting: {error}", file=sys.stderr, flush=True)
-            return
-        if point_run.is_done:
-            lock.close()
-            self._finish(point_run)
-            return
-        job = point_run.job
-        if self._engine.on == "tpu-vm" and self._engine.is_launched(point_run.point):
-            kind = self._engine.slice_kind(point_run.point.verb)
-            waiting = [
-                run for each, run in self.point_runs.items() if self.state[each] == "waiting"
-            ]
-            resumed = {self._slices.of.get(run.digest, "") for run in waiting} - {""}
-            running_jobs = {running.job for running in self._running.values()}
-            job = self._slices.take(point_run.digest, kind, resumed | running_jobs)
-        if not job:
-            lock.close()
-            return
-        running = _Running(point_run, None, time.time(), lock, job)
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = stack.enter_context(files.lock_folder(point_run.folder))
+            except InUse as error:  # by another sweep, or a process that a killed one left
+                if name not in self._in_use:
+                    self._in_use.add(name)
+                    print(f"{name}: waiting: {error}", file=sys.stderr, flush=True)
+                return
+            if point_run.is_done:
+                self._finish(point_run)
+                return
+            job = point_run.job
+            if engine.on == "tpu-vm" and engine.is_launched(point):
+                job = self._slices.take(point_run.digest, engine.slice_kind(point.verb))
+            if not job:
+                return
+            running = _Running(point_run, None, time.time(), stack.pop_all(), job)
         # A sweep that was stopped or killed may have submitted a job without recording it.
         is_here = point_run.last_attempt.get("on", "local") == "local"
-        is_asynchronous = self._engine.is_asynchronous(point_run.point)
-        if not (point_run.is_open and is_asynchronous and not is_here):
+        if not (point_run.is_open and engine.is_asynchronous(point) and not is_here):
             running.query_time = time.time()
             self._record(running, STARTED)
-            command = self._engine.command(point_run.point, self.point_runs, job)
+            command = engine.command(point, self.point_runs, job)
             with open(point_run.log, "ab") as log:
                 log.write(f"$ {shlex.join(command)}\n".encode())
                 log.flush()
@@ -349,37 +323,38 @@ class Scheduler:
                     stderr=log,
                     # Otherwise Ctrl-C would reach it twice, from the terminal and from this process.
                     start_new_session=True,
-                    pass_fds=(held,),
+                    pass_fds=(lock,),
                 )
         self._running[name] = running
         self.state[name] = "running"
 
-    def _ended(self, name: str, running: _Running, status: int) -> None:
+    def _ended(self, running: _Running, status: int) -> None:
         """Handle the end of a process."""
-        is_launched = self._engine.is_launched(running.point_run.point)
-        if self._engine.is_asynchronous(running.point_run.point) and status != EXIT_USER_ERROR:
+        point = running.point_run.point
+        is_launched = self._engine.is_launched(point)
+        if self._engine.is_asynchronous(point) and status != EXIT_USER_ERROR:
             if status == 0:
                 self._record(running, None)  # submitted
             running.process = None  # after any other status the job may exist
             if self._is_stopping:
-                self._release(name, "stopped")
+                self._release(running, "stopped")
             return
         if status == 0:
-            self._complete(name, running)
+            self._complete(running)
             return
-        may_pass = status == EXIT_INTERRUPTED or (is_launched and status in KILLED)
+        if is_launched and status in KILLED:  # the launcher was; the run goes on, on its slice
+            status = EXIT_INTERRUPTED
+        may_pass = status == EXIT_INTERRUPTED
         is_stopped = self._is_stopping or (is_launched and jobs.was_stopped(running.job))
-        if is_stopped and status in (EXIT_INTERRUPTED, *KILLED):
-            self._record(running, EXIT_INTERRUPTED if is_launched else status)
-            self._release(name, "stopped")
-        else:
-            if is_launched and not may_pass and not jobs.has_ended(running.job):
-                self._slices.broken.add(running.job)
-            # After the launcher was killed the run goes on, on its slice.
-            status = EXIT_INTERRUPTED if is_launched and may_pass else status
-            self._try_again(name, running, status, may_pass, _RESTARTS, "")
+        if is_stopped and (may_pass or status in KILLED):
+            self._record(running, status)
+            self._release(running, "stopped")
+            return
+        if is_launched and not may_pass and not jobs.has_ended(running.job):
+            self._slices.broken.add(running.job)
+        self._try_again(running, status, _RESTARTS if may_pass else 0)
 
-    def _query(self, name: str, running: _Running) -> None:
+    def _query(self, running: _Running) -> None:
         """Ask for the state of a job, without waiting for the answer; handle one that has come."""
         if running.answer is None:
             interval = float(os.environ.get("BERT_JAX_SWEEP_QUERY_SECONDS", 60))
@@ -399,25 +374,25 @@ class Scheduler:
             running.note = str(error)
             return
         if is_done:
-            self._complete(name, running)
+            self._complete(running)
             return
         with open(running.point_run.log, "a") as log:
             log.write(f"{running.job}: {state.kind}: {state.text}\n")
+        # EXIT_INTERRUPTED is the status of attempts that may go on.
+        status = EXIT_NEGATIVE if state.status in (None, 0, EXIT_INTERRUPTED) else state.status
         if state.kind == "stopped":
-            self._record(running, state.status or EXIT_NEGATIVE)
-            self._release(name, "stopped")
-            return
-        status = state.status or EXIT_NEGATIVE
-        status = EXIT_NEGATIVE if status == EXIT_INTERRUPTED else status  # it has ended
-        self._try_again(name, running, status, state.status not in FINAL, _RETRIES, running.note)
+            self._record(running, status)
+            self._release(running, "stopped")
+        else:
+            limit = 0 if state.status in FINAL else _RETRIES
+            self._try_again(running, status, limit, running.note)
 
-    def _try_again(
-        self, name: str, running: _Running, status: int, may_pass: bool, limit: int, why: str
-    ) -> None:
-        """Record the end of an attempt; if its cause may pass, let the point wait for another, else fail."""
+    def _try_again(self, running: _Running, status: int, limit: int, why: str = "") -> None:
+        """Record the end of an attempt; let the point wait for another, or fail after `limit` others."""
         self._record(running, status)
-        if not may_pass or self._restarts[name] == limit:
-            self._release(name, "failed")
+        name = running.point_run.point.name
+        if self._restarts[name] >= limit:
+            self._release(running, "failed")
             return
         at_once = status == EXIT_INTERRUPTED and not self._restarts[name]
         wait = 0.0 if at_once else backoff_seconds(self._restarts[name])
@@ -425,9 +400,9 @@ class Scheduler:
         self._not_before[name] = time.time() + wait
         if why:
             print(f"{name}: {why}: trying again in {wait:g} s", file=sys.stderr, flush=True)
-        self._release(name, "waiting")
+        self._release(running, "waiting")
 
-    def _complete(self, name: str, running: _Running) -> None:
+    def _complete(self, running: _Running) -> None:
         """Record that a point is done, and upload what other machines need; if that fails, later again."""
         running.is_complete, running.query_time = True, time.time()
         try:
@@ -439,7 +414,7 @@ class Scheduler:
         except UserError as error:
             running.note = str(error)
             return
-        self._release(name, "done")
+        self._release(running, "done")
 
     def _record(self, running: _Running, status: int | str | None) -> None:
         start = datetime.datetime.fromtimestamp(running.start_time, datetime.UTC)
@@ -453,11 +428,12 @@ class Scheduler:
             cores=cores(),
         )
 
-    def _release(self, name: str, state: str) -> None:
-        running = self._running.pop(name)
+    def _release(self, running: _Running, state: str) -> None:
+        name = running.point_run.point.name
+        del self._running[name]
         running.lock.close()
         self.state[name] = state
-        if state in ("done", "failed") or (state == "stopped" and not self._is_stopping):
+        if state == "failed" or (state == "stopped" and not self._is_stopping):
             self._slices.of.pop(running.point_run.digest, None)
         if state == "done":
             self._finish(running.point_run)
