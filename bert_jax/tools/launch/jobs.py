@@ -15,7 +15,15 @@ from bert_jax.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, InUse, UserError
 from bert_jax.storage import files
 from bert_jax.tools.launch.engines import ENGINES, SUBMITTED
 from bert_jax.tools.launch.engines.base import State, python_command, state_folder
-from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, read_output, run, say
+from bert_jax.tools.launch.plan import (
+    STOP_SECONDS,
+    Plan,
+    exit_status,
+    read_output,
+    run,
+    say,
+    start_logged,
+)
 
 # The record of a job, its output, a mark that its user has stopped it, and a folder that is locked meanwhile.
 _FILE, _LOG, _STOPPED, _STOPPING = "job.json", "log", "stopped", "stopping"
@@ -100,13 +108,7 @@ def detach(on: str, name: str, arguments: Sequence[str]) -> int:
         (folder / _LOG).unlink(missing_ok=True)
         log = open(folder / _LOG, "wb")  # noqa: SIM115 (the launcher's)
     with log:
-        process = subprocess.Popen(
-            [*python_command(), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = start_logged([*python_command(), *arguments], log)
     while _record(name).get("launcher") != process.pid:
         if process.poll() is not None:
             lines = (folder / _LOG).read_text(errors="replace").splitlines()

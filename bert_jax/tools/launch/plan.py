@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, UserError
 from bert_jax.runtime.signals import record_signals
@@ -49,9 +49,8 @@ class Plan(NamedTuple):
     """What to do, in this order: write files, set up and run until no restart is due, delete the machines."""
 
     files: dict[str, str] = {}  # content by absolute path  # noqa: RUF012
-    setup: Sequence[
-        Sequence[str]
-    ] = ()  # idempotent, before every run; the first creates the machines
+    # Idempotent commands before every run; the first creates the machines.
+    setup: Sequence[Sequence[str]] = ()
     processes: Sequence[Process] = ()  # run in parallel; () if `setup` submits a job
     # Prints 0 first if the run has ended well, as an exit status of 0 may also mean that there was no machine;
     # () if the exit status is reliable.
@@ -179,14 +178,12 @@ def backoff_seconds(failures: int) -> float:
 def run_processes(
     processes: Sequence[Process], received: Sequence[int], stop_seconds: float = STOP_SECONDS
 ) -> int:
-    """Run processes in parallel, each in a session of its own, until all have exited.
+    """Run processes in parallel until all have exited, and return the exit status (128 + N after signal N).
 
-    Signals that are added to `received` (`record_signals`) are forwarded to all of them. If one fails, the
-    others receive SIGTERM. Those that still run `stop_seconds` after either are killed.
-
-    Returns:
-        The exit status (128 + N after signal N): 2 if any process exited with 2, else that of the
-        first to fail.
+    It is 2 if any process exited with 2, else that of the first to fail. Each process has a session of its own,
+    since Ctrl-C would otherwise reach it twice. Signals that are added to `received` (`record_signals`) are
+    forwarded to all. If one fails, the others receive SIGTERM; those that still run `stop_seconds` after either
+    are killed.
     """
     running: list[subprocess.Popen] = []
     pumps: list[threading.Thread] = []
@@ -194,8 +191,9 @@ def run_processes(
     forwarded, deadline = len(received), float("inf")
     try:
         for process in processes:
-            running.append(_start(process))
-            pumps += _pump(running[-1], process.prefix)
+            child, threads = _start(process)
+            running.append(child)
+            pumps += threads
         while running:
             exited = [child for child in running if child.poll() is not None]
             running = [child for child in running if child not in exited]
@@ -221,33 +219,34 @@ def run_processes(
     return 2 if 2 in failed else (failed[0] if failed else 0)
 
 
-def _start(process: Process) -> subprocess.Popen:
+def start_logged(
+    command: Sequence[str], log: IO[bytes], descriptors: Sequence[int] = ()
+) -> subprocess.Popen:
+    """Start a process that writes to a log, and inherits file descriptors, in a session of its own."""
+    output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+    return subprocess.Popen(command, **output, start_new_session=True, pass_fds=descriptors)
+
+
+def _start(process: Process) -> tuple[subprocess.Popen, list[threading.Thread]]:
+    """Start a process, and threads that copy its output line by line if it has a prefix."""
     pipe = subprocess.PIPE if process.prefix else None
+    variables = {**os.environ, **process.environment}
     with files.one_line_errors(f"cannot start {process.command[0]}"):
-        return subprocess.Popen(
-            process.command,
-            env={**os.environ, **process.environment},
-            stdout=pipe,
-            stderr=pipe,
-            # Otherwise Ctrl-C would reach it twice, from the terminal and from this process.
-            start_new_session=True,
+        child = subprocess.Popen(
+            process.command, env=variables, stdout=pipe, stderr=pipe, start_new_session=True
         )
-
-
-def _pump(child: subprocess.Popen, prefix: str) -> list[threading.Thread]:
-    """Start threads that copy the output of a child line by line, with a prefix."""
 
     def copy(source, target) -> None:
         for line in source:
             text = line.decode(errors="replace").rstrip("\n")
-            target.write(f"{prefix}{text}\n")  # one call, so that lines stay whole
+            target.write(f"{process.prefix}{text}\n")  # one call, so that lines stay whole
             target.flush()
 
     streams = [(child.stdout, sys.stdout), (child.stderr, sys.stderr)]
     pumps = [threading.Thread(target=copy, args=s, daemon=True) for s in streams if s[0]]
     for pump in pumps:
         pump.start()
-    return pumps
+    return child, pumps
 
 
 def signal_groups(children: Iterable[subprocess.Popen], number: int) -> None:

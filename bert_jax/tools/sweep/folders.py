@@ -27,15 +27,11 @@ _OPEN = (None, STARTED, EXIT_INTERRUPTED)
 
 
 class Runs:
-    """The folders of the points of all sweeps.
-
-    Attributes:
-        folder: the folder on this machine. For a URL it is `runs/sweeps/gs/BUCKET/…`, which has the attempts,
-            the logs and the small files of the outputs.
-        url: the folder of the outputs on object storage; "" if they are in `folder`.
-    """
+    """The folders of the points of all sweeps."""
 
     def __init__(self, where: str | os.PathLike):
+        # Of the outputs, on object storage; "" if they are in `folder`, which is on this machine. For a URL it is
+        # `runs/sweeps/gs/BUCKET/…`, which has the attempts, the logs and the small files of the outputs.
         self.url = str(where).rstrip("/") if storage.is_remote(where) else ""
         local = pathlib.Path(RUNS, self.url.replace("://", "/")) if self.url else where
         self.folder = pathlib.Path(local).absolute()
@@ -73,12 +69,7 @@ def _is_done(attempts: Sequence[dict[str, Any]]) -> bool:
 
 
 class PointRun:
-    """The folder of a point, with its attempts, log and output.
-
-    Attributes:
-        out: path or URL of the output, for commands.
-        files: folder on this machine with the output, or with its small files after `fetch`.
-    """
+    """The folder of a point, with its attempts, log and output."""
 
     def __init__(self, point: Point, runs: Runs, data: Any):
         self.point, self.digest = point, point.digest(data)
@@ -94,9 +85,10 @@ class PointRun:
         existing = sorted(folder.glob(f"*-{self.digest}"))  # perhaps by another sweep's name
         name = re.sub(r"[^\w.-]+", ".", self.point.name)
         self.folder = existing[0] if existing else folder / f"{name}-{self.digest}"
-        self.files, self.log = self.folder / OUT, self.folder / LOG
+        self.log = self.folder / LOG
+        self.files = self.folder / OUT  # the output, or its small files after `fetch`
         self._url = f"{self._runs.url}/{self.folder.name}" if self._runs.url else ""
-        self.out = f"{self._url}/{OUT}" if self._url else str(self.files)
+        self.out = f"{self._url}/{OUT}" if self._url else str(self.files)  # for commands
 
     def create_folder(self) -> None:
         """Create the folder, or use the one that another sweep has created since."""

@@ -42,18 +42,14 @@ class SweepArgs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Point:
-    """A command to run.
+    """A command to run."""
 
-    Attributes:
-        name: unique name within the sweep, such as "L4-H256-A4/rte".
-        command: arguments of `bert-jax`, starting with the verb, without the folder to create. A
-            point in it stands for that point's folder.
-        facts: properties of the point by name, stored with its results and used in tables. Other points
-            of the sweep with this verb must have others.
-    """
-
-    name: str
+    name: str  # unique within the sweep, such as "L4-H256-A4/rte"
+    # Arguments of `bert-jax`, starting with the verb, without the folder to create. A point in it stands for
+    # that point's folder.
     command: Sequence[Any]
+    # Properties of the point by name, stored with its results and used in tables. Other points of the sweep with
+    # this verb must have others.
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -70,19 +66,17 @@ class Point:
     def options(self) -> dict[str, str]:
         """Values of options by name, from `--name VALUE` and `--name=VALUE`; "" for points."""
         words = []
-        for part in self.command[1:]:
-            word = "" if isinstance(part, Point) else str(part)
+        for word in self.words(lambda point: "")[1:]:
             words += word.split("=", 1) if word.startswith("--") else [word]
         return dict(itertools.pairwise(words))
 
+    def words(self, of: Callable[["Point"], str], change: Callable[[str], str] = str) -> list[str]:
+        """Return the command as texts: of the points in it, and of the other arguments, changed."""
+        return [of(part) if isinstance(part, Point) else change(str(part)) for part in self.command]
+
     def display_command(self, data: pathlib.Path | str) -> list[str]:
         """Return the command with names for points and $BERT_JAX_DATA for the data folder."""
-        return [
-            f"<{part.name}>"
-            if isinstance(part, Point)
-            else replace_path(str(part), data, "$BERT_JAX_DATA")
-            for part in self.command
-        ]
+        return self.words(lambda point: f"<{point.name}>", lambda text: without_data(text, data))
 
     @functools.cache  # noqa: B019 (points live as long as the program)
     def digest(self, data: pathlib.Path | str) -> str:
@@ -90,19 +84,16 @@ class Point:
 
         For a script it includes the content of the file.
         """
-        parts = [
-            part.digest(data) if isinstance(part, Point) else text
-            for part, text in zip(self.command, self.display_command(data), strict=True)
-        ]
+        parts = self.words(lambda point: point.digest(data), lambda text: without_data(text, data))
         if self.verb == "python" and pathlib.Path(self.command[1]).is_file():
             parts.append(files.sha256(str(self.command[1])))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
 
 
-def replace_path(text: str, path: pathlib.Path | str, name: str) -> str:
-    """Replace a path, also where it begins a longer one, by a name; not within other paths."""
+def without_data(text: str, data: pathlib.Path | str) -> str:
+    """Replace the data folder, also where it begins a path but not within others, by $BERT_JAX_DATA."""
     begin, end = r"(?<![^\s=:,;'\"(\[])", r"(?![^\s/:,;'\")\]])"
-    return re.sub(f"{begin}{re.escape(str(path))}{end}", lambda _: name, text)
+    return re.sub(f"{begin}{re.escape(str(data))}{end}", "$BERT_JAX_DATA", text)
 
 
 def grid(**choices: Sequence[Any]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from bert_jax.runs import workdir
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
 from bert_jax.tools.sweep.folders import PointRun
-from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
+from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, SweepArgs, without_data
 from bert_jax.tools.sweep.scheduler import LAUNCHED
 
 RESULTS = "results.jsonl"
@@ -88,11 +88,6 @@ def _of_rows(out: pathlib.Path) -> dict[str, Any]:
 def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     """Return settings, tokens, time and metrics of a workdir."""
     config = workdir.read_config(folder)
-    lines = [
-        line
-        for line in workdir.read_steps(folder / "metrics.jsonl")
-        if line["split"] in ("train", "heldout")
-    ]
     speed = curves.read_speed(folder)
     clock = curves.clock(speed)
     starts = workdir.read_steps(folder / "starts.jsonl")
@@ -114,8 +109,11 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
             for name, value in values.items()
         }
     else:
-        heldout = [line for line in lines if line["split"] == "heldout"]
-        last, prefix = (heldout[-1], "") if heldout else (lines[-1], "train.")
+        lines = workdir.read_steps(folder / "metrics.jsonl")
+        train, heldout = (
+            [line for line in lines if line["split"] == split] for split in ("train", "heldout")
+        )
+        last, prefix = (heldout[-1], "") if heldout else (train[-1], "train.")
         metrics = {f"{prefix}{k}": v for k, v in last.items() if k not in ("step", "split")}
         curve["curve"] = _curve(heldout, clock, workdir.read_best_by(folder)["best_by"])
     seconds = 3600 * np.diff(clock["hours"])
@@ -141,22 +139,22 @@ def _shell_command(point_run: PointRun, data: pathlib.Path) -> str:
 
     The data folder is $BERT_JAX_DATA, and other absolute paths are shortened to their last two names.
     """
-    words = [] if point_run.point.verb == "python" else ["bert-jax"]
-    parts = zip(point_run.point.command, point_run.point.display_command(data), strict=True)
-    for part, text in parts:
-        if isinstance(part, Point):
-            words.append(shlex.quote(_out(point_run.run_of(part))))
-        elif "$BERT_JAX_DATA" in text:
-            words.append('"' + re.sub(r'(["`\\])', r"\\\1", text) + '"')
-        else:
-            is_path = os.path.isabs(text)
-            words.append(shlex.quote("/".join(pathlib.Path(text).parts[-2:]) if is_path else text))
-    return " ".join([*words, FOLDER_OPTION[point_run.point.verb], shlex.quote(_out(point_run))])
+    point = point_run.point
+
+    def quoted(text: str) -> str:
+        text = without_data(text, data)
+        if "$BERT_JAX_DATA" in text:
+            return '"' + re.sub(r'(["`\\])', r"\\\1", text) + '"'
+        return shlex.quote("/".join(pathlib.Path(text).parts[-2:]) if os.path.isabs(text) else text)
+
+    words = point.words(lambda needed: _out(point_run.run_of(needed)), quoted)
+    program = [] if point.verb == "python" else ["bert-jax"]
+    return " ".join([*program, *words, FOLDER_OPTION[point.verb], _out(point_run)])
 
 
 def _out(point_run: PointRun) -> str:
-    """Return the path of a point's output with the default `--runs`."""
-    return f"{RUNS}/{point_run.folder.name}/{point_run.files.name}"
+    """Return the path of a point's output with the default `--runs`, quoted."""
+    return shlex.quote(f"{RUNS}/{point_run.folder.name}/{point_run.files.name}")
 
 
 def _curve(

@@ -21,7 +21,13 @@ from bert_jax.storage import files
 from bert_jax.tools.launch import jobs
 from bert_jax.tools.launch.engines import SUBMITTED
 from bert_jax.tools.launch.engines.base import FINAL, State, python_command
-from bert_jax.tools.launch.plan import KILLED, backoff_seconds, exit_status, signal_groups
+from bert_jax.tools.launch.plan import (
+    KILLED,
+    backoff_seconds,
+    exit_status,
+    signal_groups,
+    start_logged,
+)
 from bert_jax.tools.sweep.folders import STARTED, PointRun, Runs
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
@@ -37,17 +43,12 @@ class Engine(NamedTuple):
     """What runs the points."""
 
     on: str = "local"  # or an engine of `launch`
-    options: Sequence[
-        str
-    ] = ()  # arguments of `bert-jax launch`; `VERB:ARGUMENT` is for points of a verb
+    options: Sequence[str] = ()  # of `bert-jax launch`; `VERB:OPTION` is for points of a verb
     jobs: int = 1  # maximum number of points that run at once
 
     def command(self, point: Point, point_runs: dict[str, PointRun], job: str = "") -> list[str]:
         """Return the full command of a point; `job` is the name of its job or slice."""
-        parts = [
-            point_runs[part.name].out if isinstance(part, Point) else str(part)
-            for part in point.command
-        ]
+        parts = point.words(lambda needed: point_runs[needed.name].out)
         point_run = point_runs[point.name]
         if point.verb == "python":
             return [sys.executable, *parts[1:], FOLDER_OPTION["python"], str(point_run.files)]
@@ -131,9 +132,9 @@ class _Slices:
 
     def _unused(self) -> list[tuple[str, str]]:
         """Return the kind and name of the slices that may exist and that no point has."""
-        used, names = self._used(), jobs.with_machines(f"{self._name}-")
-        kinds = [name.removeprefix(self._name).rpartition("-")[0] for name in names]
-        return [pair for pair in zip(kinds, names, strict=True) if pair[1] not in used]
+        used = self._used()
+        names = [name for name in jobs.with_machines(f"{self._name}-") if name not in used]
+        return [(name.removeprefix(self._name).rpartition("-")[0], name) for name in names]
 
     def take(self, digest: str, kind: str) -> str:
         """Return the slice of a point, if possible one that exists; "" if one is about to be free."""
@@ -316,15 +317,7 @@ class Scheduler:
             with open(point_run.log, "ab") as log:
                 log.write(f"$ {shlex.join(command)}\n".encode())
                 log.flush()
-                running.process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    # Otherwise Ctrl-C would reach it twice, from the terminal and from this process.
-                    start_new_session=True,
-                    pass_fds=(lock,),
-                )
+                running.process = start_logged(command, log, [lock])
         self._running[name] = running
         self.state[name] = "running"
 

@@ -73,12 +73,10 @@ def plan(
         "template": {"spec": pod},
     }
     # JobSet labels the jobs and pods with its name, but not itself; `status` selects by it.
-    metadata: dict[str, Any] = {
-        "name": job.name,
-        "labels": {"jobset.sigs.k8s.io/jobset-name": job.name},
-    }
+    labels = {"jobset.sigs.k8s.io/jobset-name": job.name}
     if queue:
-        metadata["labels"]["kueue.x-k8s.io/queue-name"] = queue
+        labels["kueue.x-k8s.io/queue-name"] = queue
+    metadata: dict[str, Any] = {"name": job.name, "labels": labels}
     if accelerator:  # each job has a node pool, that is a slice, for itself
         exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
         metadata["annotations"] = {exclusive: "cloud.google.com/gke-nodepool"}

@@ -66,9 +66,8 @@ def ask(name: str, query: Sequence[str]) -> State:
     Job states: https://slurm.schedmd.com/job_state_codes.html
     """
     folder, since = query
-    queued, error = read_output(
-        ["squeue", "--me", "--noheader", f"--name={name}", "--format=%T %r"]
-    )
+    of_job = ["--noheader", f"--name={name}"]
+    queued, error = read_output(["squeue", "--me", *of_job, "--format=%T %r"])
     if queued is None:
         return State("unknown", text=error)
     logs = sorted(pathlib.Path(folder).glob(f"{name}-[0-9]*.out"), key=os.path.getmtime)
@@ -76,8 +75,8 @@ def ask(name: str, query: Sequence[str]) -> State:
     if queued:
         is_active = re.search(r"^(RUNNING|COMPLETING|STOPPED|SIGNALING|STAGE_OUT)", queued, re.M)
         return State("running" if is_active else "waiting", text=output if is_active else queued)
-    of_job = [f"--name={name}", f"--starttime={since}", "--format=State,ExitCode"]
-    ended, _ = read_output(["sacct", "--noheader", "--parsable2", "--allocations", *of_job])
+    columns = ["--parsable2", "--allocations", "--format=State,ExitCode"]
+    ended, _ = read_output(["sacct", *of_job, f"--starttime={since}", *columns])
     # "CANCELLED by 1000", 0:15
     state, _, code = (ended or "").rpartition("\n")[2].partition("|")
     status, _, signal = code.partition(":")

@@ -11,6 +11,8 @@ from bert_jax.tools.launch.engines.base import Job, State
 from bert_jax.tools.launch.plan import KILLED, Plan, Process, read_output
 
 _QUEUED = ("gcloud", "compute", "tpus", "queued-resources")
+_ALL, _FIRST = ("--worker=all", "--node=all"), ("--worker=0", "--node=0")
+_WORKER = base.SCRIPTS / "tpu_worker.sh"
 
 
 def plan(
@@ -46,16 +48,14 @@ def plan(
     ]
     delete = [*_QUEUED, "delete", job.name, *location, "--force", "--quiet"]
     folder = base.state_folder(job.name)
-    script, worker = folder / "job.sh", base.SCRIPTS / "tpu_worker.sh"
-    code = folder / ("code.bundle" if base.has_checkout() else base.WHEEL)
+    script, code = (
+        folder / "job.sh",
+        folder / ("code.bundle" if base.has_checkout() else base.WHEEL),
+    )
     pack = [sys.executable, "-m", "bert_jax.tools.launch.wheel", str(code)]
     if base.has_checkout():
         pack = ["git", "-C", str(base.CHECKOUT), "bundle", "create", "--quiet", str(code), "HEAD"]
-    everywhere = [*location, "--worker=all", "--node=all"]
-
-    def on_workers(line: str) -> list[str]:
-        return [*_QUEUED, "ssh", job.name, *everywhere, f"--command={line}"]
-
+    follow = _on_workers(job.name, location, "follow")
     # Where a worker copies its log, as a URL.
     logs = f"{job.folder.rstrip('/')}/logs" if storage.is_remote(job.folder) else ""
     exports = [f"export {shlex.quote(variable)}\n" for variable in job.assignments]
@@ -68,18 +68,18 @@ def plan(
         setup=[
             ["bash", str(base.SCRIPTS / "tpu_slice.sh"), job.name, *location, "--", *create],
             pack,
-            [*_QUEUED, "scp", str(code), str(script), str(worker), f"{job.name}:", *everywhere],
-            on_workers(shlex.join(["bash", worker.name, "start", code.name, logs])),
+            [*_QUEUED, "scp", *map(str, (code, script, _WORKER)), f"{job.name}:", *location, *_ALL],
+            _on_workers(job.name, location, f"start {shlex.join([code.name, logs])}"),
         ],
-        processes=[Process(on_workers(f"bash {worker.name} follow"))],
+        processes=[Process(follow)],
         # gcloud also exits with 0 if no machine of the slice is ready.
-        confirm=_state_command(job.name, location),
+        confirm=_on_workers(job.name, location, "state", _FIRST),
         # gcloud exits with 1 or 255 when it loses the connection, as after preemption.
         retry_statuses=frozenset({1, EXIT_INTERRUPTED, *KILLED}),
         restarts=restarts,
         query=location,
-        logs=on_workers(f"bash {worker.name} follow"),
-        stop=[on_workers(f"bash {worker.name} stop"), *([] if keep else [delete])],
+        logs=follow,
+        stop=[_on_workers(job.name, location, "stop"), *([] if keep else [delete])],
         delete=delete,
         keep=keep,
         dollars_per_hour=topology.chips * dollars_per_chip_hour,
@@ -97,7 +97,7 @@ def ask(name: str, query: Sequence[str]) -> State:
     if state != "ACTIVE":
         is_gone = state in ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")
         return State("lost" if is_gone else "waiting", text=f"the slice is {state}")
-    answer, error = read_output(_state_command(name, query))
+    answer, error = read_output(_on_workers(name, query, "state", _FIRST))
     kind, _, text = (answer or "").partition("\n")
     if kind in ("waiting", "running"):
         return State(kind, text=text)
@@ -106,6 +106,8 @@ def ask(name: str, query: Sequence[str]) -> State:
     return State("failed" if int(kind) else "done", int(kind), text)
 
 
-def _state_command(name: str, location: Sequence[str]) -> list[str]:
-    on_first = [*location, "--worker=0", "--node=0", "--command=bash tpu_worker.sh state"]
-    return [*_QUEUED, "ssh", name, *on_first]
+def _on_workers(
+    name: str, location: Sequence[str], arguments: str, workers: Sequence[str] = _ALL
+) -> list[str]:
+    command = f"--command=bash {_WORKER.name} {arguments}"
+    return [*_QUEUED, "ssh", name, *location, *workers, command]
