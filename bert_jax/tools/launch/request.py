@@ -26,7 +26,7 @@ def parse_environment(parts: Sequence[str]) -> dict[str, str]:
     environment = {}
     for part in parts:
         name, equals, value = part.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not (equals and name.isascii() and name.isidentifier()):
             raise UserError(f"--env {part}: it must be NAME=VALUE")
         _check_value(f"--env {name}", value)
         environment[name] = value

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 from bert_jax.data.workers import cores
@@ -81,33 +82,18 @@ class Engine(NamedTuple):
         return self.on in SUBMITTED and self.is_launched(point)
 
 
-class _Call:
-    """A call in a thread, which does not keep the process from ending; `result` is None until it returns."""
+def _call(function: Callable[[str], Any], job: str) -> futures.Future:
+    """Call a function in a thread, which does not keep the process from ending, as those of executors do."""
+    future = futures.Future()
 
-    def __init__(self, function: Callable[[str], Any], argument: str):
-        self.result: Any = None
+    def run() -> None:
+        try:
+            future.set_result(function(job))
+        except Exception as error:
+            future.set_exception(error)
 
-        def run() -> None:
-            self.result = function(argument)
-
-        threading.Thread(target=run, daemon=True).start()
-
-
-def _ask(job: str) -> State:
-    try:
-        return jobs.ask(job)
-    except UserError as error:  # it was not launched from this machine
-        return State("lost", text=str(error))
-    except Exception as error:  # an answer that cannot be read
-        return State("unknown", text=repr(error))
-
-
-def _delete(job: str) -> str:
-    try:
-        jobs.delete(job)
-        return ""
-    except Exception as error:  # such as a launcher that runs, or a full disk
-        return str(error) or repr(error)
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class _Slices:
@@ -123,7 +109,7 @@ class _Slices:
     def __init__(self, name: str, count: int, of: dict[str, str], own: Collection[str]):
         self._name, self._count, self.of, self._own = name, count, of, own
         self.broken: set[str] = set()  # slices on which a run may go on that is not followed
-        self._deleting: dict[str, _Call] = {}
+        self._deleting: dict[str, futures.Future] = {}
         self._left: set[str] = set()  # slices that could not be deleted
 
     def _used(self) -> set[str]:
@@ -154,22 +140,24 @@ class _Slices:
             self.of[digest] = name
         return name
 
-    def delete_idle(self, waiting: Mapping[str, int]) -> bool:
-        """Delete slices that no point uses, but for as many of a kind as `waiting` says.
+    def delete_idle(self, waiting: Mapping[str, int], free: int) -> bool:
+        """Delete slices that no point uses, but for those of each kind that points wait for and may soon take.
 
-        Return whether all deletions that have begun have ended.
+        At most `free` points may start. Return whether all deletions that have begun have ended.
         """
-        needed = collections.Counter(waiting)
+        needed = {kind: min(number, free) for kind, number in waiting.items()}
         for kind, name in self._unused():
-            if name not in self.broken and needed[kind] > 0:
+            if name not in self.broken and needed.get(kind, 0) > 0:
                 needed[kind] -= 1
             elif not jobs.is_launched(name):
                 print(f"{name}: deleting the slice", file=sys.stderr, flush=True)
-                self._deleting[name] = _Call(_delete, name)
-        for name in [name for name, call in self._deleting.items() if call.result is not None]:
-            if error := self._deleting.pop(name).result:
+                self._deleting[name] = _call(jobs.delete, name)
+        for name in [name for name, call in self._deleting.items() if call.done()]:
+            # Such as a launcher that runs, or a full disk.
+            if (error := self._deleting.pop(name).exception()) is not None:
                 self._left.add(name)
-                print(f"{name}: the slice was not deleted: {error}", file=sys.stderr, flush=True)
+                text = f"{name}: the slice was not deleted: {str(error) or repr(error)}"
+                print(text, file=sys.stderr, flush=True)
             self.broken.discard(name)
         return not self._deleting
 
@@ -183,7 +171,7 @@ class _Running:
     job: str  # name of the job or slice
     query_time: float = 0.0  # time of the last answer about the job, or of the last upload
     num_misses: int = 0  # number of queries in a row that did not find it; after two it is lost
-    answer: _Call | None = None  # to a query that was sent
+    answer: futures.Future | None = None  # to a query that was sent
     note: str = ""  # the last line of the last answer
     is_complete: bool = False  # the run is, and its output is fetched or uploaded
 
@@ -268,6 +256,7 @@ class Scheduler:
                 self._ended(running, exit_status(running.process))
         if self._is_stopping:
             return
+        waiting = collections.Counter[str]()  # points without a slice, by its kind
         for name, point_run in self.point_runs.items():
             if self.state[name] != "waiting":
                 continue
@@ -278,15 +267,12 @@ class Scheduler:
             has_waited = time.time() >= self._not_before.get(name, 0.0)
             if needs <= {"done"} and has_waited and len(self._running) < self._engine.jobs:
                 self._start(name, point_run)
-        waiting = collections.Counter(
-            self._engine.slice_kind(point_run.point.verb)
-            for name, point_run in self.point_runs.items()
-            if self.state[name] == "waiting" and self._engine.is_launched(point_run.point)
-            if point_run.digest not in self._slices.of
+            is_queued = self.state[name] == "waiting" and self._engine.is_launched(point_run.point)
+            if is_queued and point_run.digest not in self._slices.of:
+                waiting[self._engine.slice_kind(point_run.point.verb)] += 1
+        self._are_deleted = self._slices.delete_idle(
+            waiting, self._engine.jobs - len(self._running)
         )
-        free = self._engine.jobs - len(self._running)
-        waiting = {kind: min(number, free) for kind, number in waiting.items()}
-        self._are_deleted = self._slices.delete_idle(waiting)
 
     def _start(self, name: str, point_run: PointRun) -> None:
         engine, point = self._engine, point_run.point
@@ -352,11 +338,17 @@ class Scheduler:
         if running.answer is None:
             interval = float(os.environ.get("BERT_JAX_SWEEP_QUERY_SECONDS", 60))
             if time.time() - running.query_time >= interval:
-                running.answer = _Call(_ask, running.job)
+                running.answer = _call(jobs.ask, running.job)
             return
-        if running.answer.result is None:
+        if not running.answer.done():
             return
-        state, running.answer, running.query_time = running.answer.result, None, time.time()
+        try:
+            state = running.answer.result()
+        except UserError as error:  # it was not launched from this machine
+            state = State("lost", text=str(error))
+        except Exception as error:  # an answer that cannot be read
+            state = State("unknown", text=repr(error))
+        running.answer, running.query_time = None, time.time()
         running.note = " ".join([state.kind, *state.text.splitlines()[-1:]])
         running.num_misses = running.num_misses + 1 if state.kind == "lost" else 0
         if state.kind in ("waiting", "running", "unknown") or running.num_misses == 1:
