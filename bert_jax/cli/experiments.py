@@ -164,7 +164,7 @@ def _config_of(point: Point) -> Any:
     """Return the config of a point that trains, whose rows are names of points."""
     from bert_jax.cli import parse
 
-    words = [part.name if isinstance(part, Point) else str(part) for part in point.command]
+    words = point.words(lambda needed: needed.name)
     return load_config(parse([*words, FOLDER_OPTION[point.verb], "x"]))
 
 
@@ -172,7 +172,7 @@ def _check(where: str, point: Point) -> None:
     """Check a point's command, and the settings in it, before any point runs."""
     from bert_jax.cli import parse
 
-    words = [part.name if isinstance(part, Point) else str(part) for part in point.command]
+    words = point.words(lambda needed: needed.name)
     stderr = io.StringIO()
     try:
         if point.verb == "python":

@@ -56,7 +56,9 @@ class Plan(NamedTuple):
     # () if the exit status is reliable.
     confirm: Sequence[str] = ()
     delete: Sequence[str] = ()  # deletes the machines; () if the engine does so
-    keep: bool = False  # whether the machines remain after the last run, which otherwise may have failed to start
+    keep: bool = (
+        False  # whether the machines remain; else they are deleted, also if no run could start
+    )
     retry_statuses: frozenset[int] = frozenset()  # exit statuses after which the run is repeated
     restarts: int = 0  # maximum number of repetitions
     query: Sequence[str] = ()  # what the engine's `ask` needs besides the name

@@ -99,11 +99,8 @@ def _call(function: Callable[[str], Any], job: str) -> futures.Future:
 class _Slices:
     """Slices of Cloud TPU VMs, each of which runs one point after the other, as a queue for one takes hours.
 
-    Args:
-        name: how the names of slices begin; a kind and a number follow.
-        count: maximum number of slices that run.
-        of: slice of each point, by digest, that an earlier sweep has started and that may run.
-        own: digests of this sweep's points.
+    At most `count` of them run. Their names begin with `name`; a kind and a number follow. `of` is the slice of
+    each point, by digest, that an earlier sweep has started and that may run; `own` are this sweep's digests.
     """
 
     def __init__(self, name: str, count: int, of: dict[str, str], own: Collection[str]):
@@ -180,10 +177,6 @@ class Scheduler:
     """Runs points, each once its dependencies are done; those that are complete are done at once.
 
     `done` is called once for each point that is done. The names of slices begin with `name`.
-
-    Attributes:
-        state: state of each point by name: "waiting", "running", "done", "failed", "stopped" (by a
-            signal, with its state saved) or "blocked" (a dependency has not run).
     """
 
     def __init__(
@@ -197,6 +190,8 @@ class Scheduler:
     ):
         pulled, unfinished = runs.pull(), runs.unfinished("tpu-vm")
         self.point_runs = {point.name: PointRun(point, runs, args.data) for point in points}
+        # By name: "waiting", "running", "done", "failed", "stopped" (by a signal, with its state saved, or by the
+        # user) or "blocked" (a dependency has not run).
         self.state = dict.fromkeys(self.point_runs, "waiting")
         self._engine, self._done = engine, done
         self._running: dict[str, _Running] = {}
