@@ -117,8 +117,8 @@ def run(plan: Plan) -> int:
                 errors.append(f"{shlex.join(command)} exited with status {status}")
                 if status == EXIT_BUSY or command == plan.setup[0]:
                     delete = ()
-            elif not status and not received:
-                status = run_processes(plan.processes, received)
+            elif not status and plan.processes:
+                status = EXIT_INTERRUPTED if received else run_processes(plan.processes, received)
                 if not status and not received and plan.confirm:
                     answer, _ = read_output(plan.confirm)
                     status = 0 if (answer or "").split("\n")[0] == "0" else EXIT_NEGATIVE
@@ -183,14 +183,14 @@ def run_processes(
     """Run processes in parallel until all have exited, and return the exit status (128 + N after signal N).
 
     It is 2 if any process exited with 2, else that of the first to fail. Each process has a session of its own,
-    since Ctrl-C would otherwise reach it twice. Signals that are added to `received` (`record_signals`) are
-    forwarded to all. If one fails, the others receive SIGTERM; those that still run `stop_seconds` after either
+    since Ctrl-C would otherwise reach it twice. Signals in `received`, which `record_signals` adds to,
+    are forwarded to all. If one fails, the others receive SIGTERM; those that still run `stop_seconds` after either
     are killed.
     """
     running: list[subprocess.Popen] = []
     pumps: list[threading.Thread] = []
     failed: list[int] = []
-    forwarded, deadline = len(received), float("inf")
+    forwarded, deadline = 0, float("inf")
     try:
         for process in processes:
             child, threads = _start(process)
