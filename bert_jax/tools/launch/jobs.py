@@ -125,8 +125,8 @@ def _read(name: str) -> tuple[pathlib.Path, dict[str, Any]]:
         return folder, job
     known = sorted(path.parent.name for path in folder.parent.glob(f"*/{_FILE}"))
     raise UserError(
-        f"no job {name} was launched by this user on this machine; known are "
-        f"{', '.join(known) or 'none'}"
+        f"no job {name} was launched by this user on this machine"
+        + (f" (known: {', '.join(known)})" if known else "")
     )
 
 

@@ -30,12 +30,10 @@ FOLDER_OPTION = {
 class SweepArgs(NamedTuple):
     """Arguments of a sweep."""
 
-    scale: str = (
-        "small"  # one of `SCALES`: the data and sizes of the paper, or what takes a laptop an hour
-    )
-    data: Any = (
-        pathlib.Path()
-    )  # folder of texts and tasks; its `/` also joins paths on object storage
+    # One of `SCALES`: the data and sizes of the paper, or what takes a laptop an hour.
+    scale: str = "small"
+    # Folder of texts and tasks; its `/` also joins paths on object storage.
+    data: Any = pathlib.Path()
     init: str = ""  # checkpoint to fine-tune, for sweeps that start from one
     seeds: int = 0  # number of seeds; 0 takes the sweep's default
 

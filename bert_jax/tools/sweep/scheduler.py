@@ -54,6 +54,8 @@ class Engine(NamedTuple):
         if point.verb == "python":
             return [sys.executable, *parts[1:], FOLDER_OPTION["python"], str(point_run.files)]
         command = [*parts, FOLDER_OPTION[point.verb], point_run.out]
+        # A killed attempt may have left a vocabulary, which `vocab` does not replace otherwise.
+        command += ["--force"] * (point.verb == "vocab")
         if not self.is_launched(point):
             return [*python_command(), *command]
         is_on_slice = self.on == "tpu-vm"
