@@ -1,15 +1,18 @@
 """`bert-jax sweep --grid`: points, output files, and the results page."""
 
+import dataclasses
 import tempfile
 
 import pytest
 
 from bert_jax import cli
+from bert_jax.config import flags
 from bert_jax.errors import UserError
 from bert_jax.tools.sweep import experiment, grid_files
 
 COMMAND = ["pretrain", "--config", "tiny,32", "--rows", "rows", "--config.steps=4"]
 CHOICES = {"optim.learning_rate": ["1e-4", "1e-3"], "model": ["L1-H16-A2", "L2-H16-A2"]}
+SHAPES = {"L1-H16-A2": (1, 16, 2), "tiny": (2, 128, 2), "base": (12, 768, 12)}
 GRID = ["--grid=optim.learning_rate=1e-4,1e-3", "--grid", "model=L1-H16-A2,L2-H16-A2"]
 
 
@@ -21,40 +24,39 @@ def test_every_combination_is_a_point():
         for size in ("L1-H16-A2", "L2-H16-A2")
     ]
     assert points[3].command == (
-        "pretrain", "--config", "L2-H16-A2,32", "--rows", "rows", "--config.steps=4",
-        "--config.optim.learning_rate=1e-3",
+        *COMMAND, "--config.model.layers=2", "--config.model.hidden=16", "--config.model.heads=2",
+        "--config.optim.learning_rate=1e-3", "--config.model.feed_forward=64",
     )  # fmt: skip
 
 
+def configs(command, **choices):
+    points = grid_files.points(command.split(), choices)
+    return [flags.load(flags.split([*point.command[1:]])[0]) for point in points]
+
+
+def test_model_size_changes_only_the_shape_of_the_config():
+    command = "pretrain --config mini,8=0.5,32=0.5 --config.steps=9"
+    (base,) = configs(command, steps=["9"])
+    for size, config in zip(SHAPES, configs(command, model=[*SHAPES]), strict=True):
+        layers, hidden, heads = SHAPES[size]
+        shape = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": 4 * hidden}
+        expected = dataclasses.replace(base, model=dataclasses.replace(base.model, **shape))
+        assert config == expected
+
+
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("command", "choices", "expected"),
     [
-        ("--config=base", "--config=L1-H16-A2"),
-        ("--config pretrain:base,128=0.9,512=0.1", "--config pretrain:L1-H16-A2,128=0.9,512=0.1"),
-        ("--config configs/pretrain.py:base,8", "--config configs/pretrain.py:L1-H16-A2,8"),
+        ("mini", {"model.hidden": ["128", "64"]}, [512, 256]),
+        ("modern-base", {"model": ["L2-H128-A2"]}, [192]),
+        ("mini", {"model.hidden": ["64"], "model.feed_forward": ["8", "9"]}, [8, 9]),
+        ("mini --config.model.feed_forward=8", {"model": ["tiny"]}, [8]),
+        ("mini --config.model.feed_forward 8", {"model.hidden": ["64"]}, [8]),
     ],
 )
-def test_model_size_replaces_the_one_in_the_config(given, expected):
-    (point,) = grid_files.points(["pretrain", *given.split()], {"model": ["L1-H16-A2"]})
-    assert list(point.command) == ["pretrain", *expected.split()]
-
-
-def test_model_size_becomes_the_argument_of_a_config_file(tmp_path):
-    path, sizes = tmp_path / "mine.py", {"model": ["L1-H16-A2"]}
-    path.write_text("from bert_jax.configs.pretrain import get_config\n")
-    (point,) = grid_files.points(["pretrain", "--config", str(path)], sizes)
-    assert point.command == ("pretrain", "--config", f"{path}:L1-H16-A2")
-    # Others take no argument, one that is no size, or do not use it.
-    path.write_text("from bert_jax.config.schema import Config\nget_config = lambda: Config()\n")
-    ignores = tmp_path / "ignores.py"
-    ignores.write_text(
-        "from bert_jax.config.schema import Config\nget_config = lambda size: Config()\n"
-    )
-    for config in (path, ignores, "squad"):
-        with pytest.raises(UserError, match="--grid model=…"):
-            grid_files.points(["pretrain", f"--config={config}"], sizes)
-    with pytest.raises(UserError, match=r"missing\.py"):
-        grid_files.points(["pretrain", "--config=missing.py"], sizes)
+def test_feed_forward_changes_with_hidden_unless_it_is_given(command, choices, expected):
+    found = configs(f"pretrain --config {command}", **choices)
+    assert [config.model.feed_forward for config in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,9 @@ def test_model_size_becomes_the_argument_of_a_config_file(tmp_path):
         (["--grid", "steps=1", "--grid", "steps=2", "--", *COMMAND], "already given"),
         (["--grid", "stpes=1,2", "--", *COMMAND], "config.steps"),
         (["--grid", "model=huge", "--", *COMMAND], "'huge'"),
+        (["--grid", "model=tiny,modern-base", "--", *COMMAND], "give it to --config"),
+        (["--grid", "model=tiny", "--", "pretrain", "--rows=x"], "add --config"),
+        (["--grid", "model.hidden=x", "--", *COMMAND], "model.hidden"),
         (["--grid", "steps=1,2"], "after --"),
         (["--grid", "steps=1,2", "--", "vocab", "text"], "pretrain or finetune"),
         (["--grid", "steps=1,2", "--", *COMMAND, "--workdir=x"], "--workdir"),
@@ -92,7 +97,7 @@ def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     assert cli.main(["sweep", "--dry-run", *GRID, "--", *COMMAND]) == 0
     out = capsys.readouterr().out
     assert "4 points" in out
-    assert "--config L2-H16-A2,32" in out
+    assert "--config.model.layers=2" in out
     assert not list(tmp_path.iterdir())
 
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bert_jax.config import flags
-from bert_jax.config.schema import Config
-from bert_jax.config.sizes import model_size
+from bert_jax.config.model import ModelConfig
+from bert_jax.config.schema import Config, FinetuneConfig
+from bert_jax.config.sizes import ARCHITECTURES, model_size
 from bert_jax.errors import UserError
 from bert_jax.storage import files
 from bert_jax.tools.sweep import Point, grid
@@ -48,7 +49,7 @@ Every combination of {settings} in `bert-jax {command}`.
 {curve}"""
 _CURVE = "\n<!-- curve -->\n<!-- /curve -->\n"
 _MAX_METRICS = 6
-_NEEDS_SIZE = "--grid model=… needs --config SIZE in the command after --"
+_SHAPE = ("layers", "hidden", "heads")
 
 
 def parse(specs: Sequence[str]) -> dict[str, list[str]]:
@@ -100,15 +101,35 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
 def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Point]:
     """Return a point for every combination, whose facts are its settings.
 
-    `choices` are the values by config key; `model` stands for the size in --config.
+    `choices` are the values by config key; those of `model` are sizes, which set layers, hidden and heads.
+    feed_forward keeps its ratio to hidden unless the grid or the command sets it.
     """
     if command[:1] not in (["pretrain"], ["finetune"]):
         raise UserError("--grid needs a pretrain or finetune command after --")
     if any(part.partition("=")[0] == "--workdir" for part in command):
         raise UserError("the command after -- has --workdir, which the sweep chooses: remove it")
+    given, _ = flags.split(list(command[1:]))
+    base = None
+    is_sized = not {"model", "model.hidden"}.isdisjoint(choices)
+    if is_sized and "model.feed_forward" not in [*choices, *flags.keys(given)]:
+        base = flags.load(given, Config if command[0] == "pretrain" else FinetuneConfig).model
     return [
-        Point(_label(facts), (*_with(command, facts),), dict(facts)) for facts in grid(**choices)
+        Point(_label(each), (*command, *_settings(each, base)), each) for each in grid(**choices)
     ]
+
+
+def _settings(facts: Mapping[str, str], base: ModelConfig | None) -> list[str]:
+    """Return the settings of a point, which replace earlier ones; feed_forward / hidden is that of `base`."""
+    settings = dict(facts)
+    if size := settings.pop("model", ""):
+        if size in ARCHITECTURES:
+            raise UserError(f"--grid model={size}: it is more than a shape: give it to --config")
+        shape = model_size(size)
+        settings = {f"model.{key}": f"{getattr(shape, key)}" for key in _SHAPE} | settings
+    hidden = settings.get("model.hidden", "")
+    if base and hidden.isdecimal():  # anything else is rejected with the config
+        settings["model.feed_forward"] = f"{int(hidden) * base.feed_forward // base.hidden}"
+    return [f"--config.{key}={value}" for key, value in settings.items()]
 
 
 def blocks(
@@ -131,43 +152,3 @@ def blocks(
 
 def _label(facts: Mapping[str, str]) -> str:
     return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in facts.items())
-
-
-def _with(command: Sequence[str], facts: Mapping[str, str]) -> list[str]:
-    """Return a command with settings, which come last and so replace earlier ones."""
-    settings, parts = dict(facts), list(command)
-    if size := settings.pop("model", ""):
-        model_size(size)  # raises for an unknown one
-        parts = _with_size(parts, size)
-    return [*parts, *(f"--config.{key}={value}" for key, value in settings.items())]
-
-
-def _with_size(parts: list[str], size: str) -> list[str]:
-    """Replace the size in `--config SIZE,…`, `--config NAME:SIZE,…` or `--config=…`.
-
-    A file or name without an argument gets the size as its argument.
-    """
-    for i, part in enumerate(parts):
-        option, equals, value = part.partition("=")
-        at = i if equals else i + 1
-        if option != "--config" or at == len(parts):
-            continue
-        old = value if equals else parts[at]
-        name, colon, argument = old.partition(":") if ":" in old else ("", "", old)
-        new = f"{name}{colon}{','.join([size, *argument.split(',')[1:]])}"
-        if not colon and ":" not in flags.find(old, Config):
-            new = f"{old}:{size}"
-            _check_size(new, size)
-        return [*parts[:at], f"--config={new}" if equals else new, *parts[at + 1 :]]
-    raise UserError(_NEEDS_SIZE)
-
-
-def _check_size(value: str, size: str) -> None:
-    """Check that a value of --config, whose argument is a size, gives a model of that size."""
-    try:
-        model = flags.load([f"--config={value}"]).model
-    except UserError as error:
-        raise UserError(f"{_NEEDS_SIZE}: {error}") from None
-    shapes = [(m.layers, m.hidden, m.heads) for m in (model, model_size(size))]
-    if shapes[0] != shapes[1]:
-        raise UserError(f"{_NEEDS_SIZE}: {value} has another size")
