@@ -1,6 +1,7 @@
 """Sweeps: order, shared points, kills, failures, job queues, and results of real runs."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 
 from bert_jax import cli
 from bert_jax.config.schema import Config, PhaseConfig
@@ -20,7 +22,7 @@ from bert_jax.runs import workdir
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import Point, SweepArgs
 from bert_jax.tools.sweep import results as results_lib
-from bert_jax.tools.sweep.display import note_of
+from bert_jax.tools.sweep.display import note_of, table_of
 from bert_jax.tools.sweep.folders import PointRun, Runs
 from bert_jax.tools.sweep.results import Results
 from bert_jax.tools.sweep.scheduler import Engine
@@ -274,6 +276,47 @@ def test_time_left_covers_all_seeds(tmp_path):
     began = (run_ / "starts.jsonl").stat().st_mtime
     # 80 steps of this seed and 100 of the third remain, at 1 s each.
     assert note_of(point_run, began + 20, "")["left"] == duration(180.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (
+            [f"learning_rate={rate}, model=L2-H128-A2" for rate in ("5e-4", "1e-3")],
+            ["5e-4, L2-H128-A2", "1e-3, L2-H128-A2"],
+        ),
+        (  # the ends differ
+            [f"{'pretrained-on-books/' * 3}L2-H128-A2/{task}" for task in ("rte", "cola")],
+            ["…ained-on-books/L2-H128-A2/rte", "…ined-on-books/L2-H128-A2/cola"],
+        ),
+        (  # only the beginnings differ
+            [f"{size}/{'fine-tuned-on-' * 3}cola" for size in ("tiny", "mini")],
+            ["tiny/fi…-on-fine-tuned-on-cola", "mini/fi…-on-fine-tuned-on-cola"],
+        ),
+        ([f"{'x' * 40}{n}{'y' * 40}" for n in "ab"], [f"{i} {'x' * 27}…" for i in (1, 2)]),
+    ],
+)
+def test_table_fits_in_80_columns(names, shown, tmp_path):
+    points = [Point(name, ("python", "x.py", name)) for name in names]
+    args = SweepArgs(data=tmp_path)
+    queue = Queue(points, Runs(tmp_path), args, Engine(), print)
+    console = Console(width=80, file=io.StringIO())
+    queue.state[names[0]] = "running"
+    out = queue.point_runs[names[0]].files
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps({"config": {"steps": 1_000_000}}))
+    (out / "starts.jsonl").write_text(json.dumps({"step": 0}) + "\n")
+    (out / "metrics.jsonl").write_text(json.dumps({"step": 999_999, "loss": 10.1234}) + "\n")
+    queue.state[names[1]] = "failed"
+    queue.point_runs[names[1]].log.parent.mkdir()
+    queue.point_runs[names[1]].log.write_text("bert-jax: why it failed, in many words\n" * 9)
+    console.print(table_of(queue, 80))
+    _, first, second = console.file.getvalue().splitlines()
+    assert max(len(first), len(second)) <= 80
+    assert re.search(r"running +999,999/1,000,000 +10\.123 +0 s", first)
+    assert re.search(r"failed .*…", second)
+    assert [re.split("  +", line)[0] for line in (first, second)] == shown
 
 
 def test_queued_job_is_asked_for_until_it_ends(tmp_path, monkeypatch, capsys):

@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -18,6 +19,7 @@ from bert_jax.training.summary import duration
 
 _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip
 _NUMBERS = ("step", "loss", "left")
+_WIDTH = 50  # of the state and the numbers, with the space between columns
 
 
 def note_of(point_run: PointRun, now: float, note: str) -> dict[str, str]:
@@ -27,7 +29,7 @@ def note_of(point_run: PointRun, now: float, note: str) -> dict[str, str]:
     folder = runs[-1].parent if runs else out
     lines = workdir.read_steps(folder / "metrics.jsonl")
     if not lines or not (folder / "config.json").exists():
-        return {"note": note[-60:]}
+        return {"note": note}
     line = lines[-1]
     steps = json.loads((folder / "config.json").read_text())["config"]["steps"]
     starts = folder / "starts.jsonl"
@@ -74,27 +76,43 @@ def display(scheduler: Scheduler) -> Iterator[Callable[[], None]]:
     if not sys.stderr.isatty():
         yield log_changes
         return
-    stderr = Console(stderr=True)
+    tty = Console(stderr=True)
     with Live(
-        console=stderr, auto_refresh=False, get_renderable=lambda: _table(scheduler)
+        console=tty, auto_refresh=False, get_renderable=lambda: table_of(scheduler, tty.width)
     ) as table:
         yield redraw  # the last table is drawn at the end
 
 
-def _table(scheduler: Scheduler) -> Table:
+def table_of(scheduler: Scheduler, width: int) -> Table:
+    """Return the table of a terminal of `width` characters, with a line per point."""
     table = Table(box=None, pad_edge=False)
     for title in ("point", "state", *_NUMBERS, ""):
         justify = "right" if title in _NUMBERS else "left"
-        table.add_column(title, justify=justify, no_wrap=True)
+        table.add_column(title, justify=justify, no_wrap=bool(title))  # only the note is cropped
     states, now = scheduler.state, time.time()
+    labels = zip(states, _shortened([*states], max(width - _WIDTH, 9)), strict=True)
     # Finished points come last: a small terminal shows only the first lines.
-    for name in sorted(states, key=lambda name: states[name] == "done"):
+    for name, label in sorted(labels, key=lambda each: states[each[0]] == "done"):
         point_run, note = scheduler.point_runs[name], {}
         if states[name] == "running":
             note = note_of(point_run, now, scheduler.note(name))
         if states[name] == "failed":
-            note = {"note": point_run.last_log_line()[-80:]}
+            note = {"note": point_run.last_log_line()}
         state = Text(states[name], _STYLES.get(states[name], "dim"))
         cells = [note.get(key, "") for key in (*_NUMBERS, "note")]
-        table.add_row(Text(name), state, *map(Text, cells))  # plain strings would be markup
+        texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells]
+        table.add_row(Text(label), state, *texts)  # plain strings would be markup
     return table
+
+
+def _shortened(names: Sequence[str], width: int) -> list[str]:
+    """Return names of at most `width` characters: without keys, and cut where they still differ, or numbered."""
+    if max(map(len, names), default=0) <= width:
+        return [*names]
+    values = [re.sub(r"[^ ,=]+=", "", name) for name in names]
+    for start in range(0, width, width // 4):  # the ends differ most often
+        end = width - 1 - start
+        cut = [x if len(x) <= width else f"{x[:start]}…{x[len(x) - end :]}" for x in values]
+        if len({*cut}) == len(names):
+            return cut
+    return [f"{i} {x}"[: width - 1] + "…" for i, x in enumerate(values, 1)]
