@@ -112,13 +112,29 @@ def test_grid_results_page(tmp_path):
             "facts": point.facts,
             "metrics": {"masked_lm_loss": 5.0 + i},
             "curve": {"step": [2, 4], "loss": [6.0, 5.0 + i]},
+            **({"parameters": 14_390} if i else {}),  # results of older versions have none
         }
         for i, point in enumerate(grid_files.points(COMMAND, CHOICES)[:3])
     ]
     blocks = grid_files.blocks(CHOICES, lines)
     table = blocks["table"].markdown(lines, folder)
-    assert "| learning_rate=1e-3, model=L1-H16-A2 | 7.0000 |" in table
-    assert "| learning_rate=1e-3, model=L2-H16-A2 | not run |" in table
+    assert "| learning_rate=1e-4, model=L1-H16-A2 |  | 5.0000 |" in table
+    assert "| learning_rate=1e-3, model=L1-H16-A2 | 14.39k | 7.0000 |" in table
+    assert "| learning_rate=1e-3, model=L2-H16-A2 |  | not run |" in table
+    assert blocks["metrics"].markdown(lines, folder) == "![masked_lm_loss](masked_lm_loss.svg)"
     blocks["curve"].markdown(lines, folder)
-    assert (folder / "curve.svg").exists()
+    assert {path.name for path in folder.glob("*.svg")} == {"curve.svg", "masked_lm_loss.svg"}
     assert experiment.sweep.load(folder, experiment.sweep.SweepArgs()).points[3].facts["model"]
+    text = (folder / "README.md").read_text()
+    assert all(f"<!-- {name} -->" in text for name in blocks)
+
+
+def test_seeds_of_a_grid_are_one_row(tmp_path):
+    seeds = {"seed": ["0", "1"]}
+    lines = [
+        {"facts": point.facts, "metrics": {"loss": 5.0 + float(point.facts["seed"])}}
+        for point in grid_files.points(COMMAND, CHOICES | seeds)
+    ]
+    table = grid_files.blocks(CHOICES | seeds, lines)["table"].markdown(lines, tmp_path)
+    assert "| learning_rate=1e-4, model=L1-H16-A2 |  | 5.5000 ± 0.7071 (2) |" in table
+    assert "| all |  | 5.5000" in grid_files.blocks(seeds, lines)["table"].markdown(lines, tmp_path)

@@ -12,7 +12,7 @@ from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.runs import workdir
 from bert_jax.tools.sweep import Point, SweepArgs, experiment
-from bert_jax.tools.sweep.experiment import Claim, Claims, Column, Curves, Table
+from bert_jax.tools.sweep.experiment import Claim, Claims, Column, Curves, Intervals, Table
 from bert_jax.tools.sweep.folders import PointRun, Runs
 from bert_jax.tools.sweep.results import Results, current, lines_of
 from tests.helpers.runs import VOCABULARY
@@ -189,6 +189,7 @@ def result_of_run(tmp_path, metrics, speed=()):
     out = point_run.files
     out.mkdir(parents=True)
     config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=400)
+    config.model.vocab_size = 30_522
     best = {"best_by": "masked_lm_loss", "highest": False}
     workdir.write_or_check_config(out, config, [{"digest": ""}], best, False, VOCABULARY)
     start = {"step": 0, "commit": "c", "devices": "1 cpu", "versions": {}}
@@ -204,6 +205,8 @@ def test_results_without_heldout_rows_are_those_of_training(tmp_path):
     assert result["metrics"] == {"train.masked_lm_loss": 5.0}
     assert result["step"] == 4
     assert not any(result["curve"].values())
+    # 11.17M in BertModel, the transform and bias of the decoder, next-sentence head.
+    assert result["parameters"] == 11_170_560 + 66_304 + 30_522 + 514
 
 
 def test_results_of_a_resumed_run_count_all_steps(tmp_path):
@@ -238,6 +241,26 @@ def test_curves_show_means_over_seeds(tmp_path):
     by_size = Curves("d.svg", {"all": {}}, "size", "score", ("size", "score"))
     assert by_size.points(RESULTS, {})[:2] == [(1, pytest.approx(0.51)), (2, pytest.approx(0.81))]
     assert by_size.markdown([], tmp_path) == "not run"
+
+
+def test_intervals_are_those_of_student_over_seeds(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(experiment.plots, "save", lambda figure, path: figures.append(figure))
+    results = [
+        *(line(score, i, size=1) for i, score in enumerate((1.0, 2.0, 3.0))),
+        line(5.0, size=2),
+    ]
+    rows = {name: {"size": size} for size, name in enumerate("abc", 1)}
+    text = Intervals(rows, ["score"]).markdown(results, tmp_path)
+    assert text == "![score](score.svg)"
+    ((axes,),) = [figure.axes for figure in figures]
+    (several, _, (bar,)), (one, _, no_bars) = axes.containers
+    # 2 ± 4.3027 / √3, the quantile of Student's t with 2 degrees of freedom.
+    (((low, y), (high, _)),) = bar.get_segments()
+    assert (low, high, y) == (pytest.approx(-0.4841, abs=1e-4), pytest.approx(4.4841, abs=1e-4), 0)
+    assert [tuple(*dot.get_xydata()) for dot in (several, one)] == [(2, 0), (5, 1)]
+    assert not no_bars
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c"]
 
 
 BLOCKS = """

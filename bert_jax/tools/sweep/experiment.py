@@ -240,11 +240,45 @@ class Curves:
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", ms=3, label=label)
         axes.set(xlabel=self.labels[0], ylabel=self.labels[1])
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        plots.save(figure, folder / self.file)
-        return f"![{self.labels[1]} by {self.labels[0]}]({self.file})"
+        return _save(figure, folder / self.file, f"{self.labels[1]} by {self.labels[0]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Intervals:
+    """A plot of each metric: the mean of each row and, with two seeds or more, its 95% t-interval."""
+
+    rows: Mapping[str, Mapping[str, Any]]  # facts of each row's results, by label
+    metrics: Sequence[str]
+
+    def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
+        """Draw the plots, and return links to them."""
+        links = [self._draw(results, folder, metric) for metric in self.metrics]
+        return "\n".join(links) or "not run"
+
+    def _draw(self, results: Sequence[Result], folder: pathlib.Path, metric: str) -> str:
+        from matplotlib.figure import Figure
+        from scipy import stats
+
+        figure = Figure(figsize=(7, 0.8 + 0.3 * len(self.rows)), layout="constrained")
+        axes = figure.add_subplot(xlabel=metric, ylim=(len(self.rows) - 0.5, -0.5))
+        axes.set_yticks(range(len(self.rows)), self.rows)  # the first one at the top
+        for y, facts in enumerate(self.rows.values()):
+            values = Column(metric).values(matching(results, facts))
+            dof = len(values) - 1
+            error = stats.sem(values) * stats.t.ppf(0.975, dof) if dof > 0 else None
+            if values:
+                axes.errorbar(statistics.fmean(values), y, xerr=error, fmt="C0o")
+        return _save(figure, folder / f"{metric}.svg", metric)
+
+
+def _save(figure: Any, path: pathlib.Path, title: str) -> str:
+    """Write a figure with one plot, and return a link to it."""
+    (axes,) = figure.axes
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    plots.save(figure, path)
+    return f"![{title}]({path.name})"
 
 
 def readme(folder: str | pathlib.Path) -> str:

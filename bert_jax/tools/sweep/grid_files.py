@@ -15,8 +15,9 @@ from bert_jax.config.schema import Config, FinetuneConfig
 from bert_jax.config.sizes import ARCHITECTURES, model_size
 from bert_jax.errors import UserError
 from bert_jax.storage import files
+from bert_jax.tools.report import plots
 from bert_jax.tools.sweep import Point, grid
-from bert_jax.tools.sweep.experiment import Column, Curves, Result, Table
+from bert_jax.tools.sweep.experiment import Column, Curves, Intervals, Result, Table
 
 _SWEEP = '''"""A grid of settings, written by `bert-jax sweep --grid`."""
 
@@ -32,7 +33,7 @@ def get_points(args):
 
 
 def get_blocks(results):
-    """Return the table and the picture of the results."""
+    """Return the table and the pictures of the results."""
     return grid_files.blocks({arguments})
 '''
 _README = """# {title}
@@ -46,6 +47,9 @@ Every combination of {settings} in `bert-jax {command}`.
 
 <!-- table -->
 <!-- /table -->
+
+<!-- metrics -->
+<!-- /metrics -->
 {curve}"""
 _CURVE = "\n<!-- curve -->\n<!-- /curve -->\n"
 _MAX_METRICS = 6
@@ -132,20 +136,36 @@ def _settings(facts: Mapping[str, str], base: ModelConfig | None) -> list[str]:
     return [f"--config.{key}={value}" for key, value in settings.items()]
 
 
+class _Parameters(Column):
+    """The column of the number of parameters, which results of older versions lack."""
+
+    def values(self, results: Sequence[Result]) -> list[float]:
+        return [float(line["parameters"]) for line in results[:1] if "parameters" in line]
+
+    def cell(self, values: Sequence[float]) -> str:
+        return "".join(map(plots.short, values))
+
+
 def blocks(
     choices: Mapping[str, Sequence[str]], results: Sequence[Result], curve: bool = True
 ) -> dict[str, Any]:
-    """Return the table of the final metrics and the held-out curves of pretraining."""
-    rows = {_label(facts): facts for facts in grid(**choices)}
+    """Return a table and pictures of the final metrics, and the held-out curves of pretraining.
+
+    Points that differ in `seed` alone are seeds of one row.
+    """
+    choices = {key: values for key, values in choices.items() if key != "seed"}
+    rows = {_label(facts) or "all": facts for facts in grid(**choices)}
     metrics = {
         name: Column(name, factor=1.0, digits=4)
         for line in results[:1]
         for name, value in list(line["metrics"].items())[:_MAX_METRICS]
         if isinstance(value, int | float)
     }
+    columns = {"parameters": _Parameters("parameters"), **metrics}
     curves = Curves("curve.svg", rows, "step", "loss", ("step", "held-out loss (nats)"))
     return {
-        "table": Table(rows, metrics, title=", ".join(choices)),
+        "table": Table(rows, columns, title=", ".join(choices)),
+        "metrics": Intervals(rows, [*metrics]),
         **({"curve": curves} if curve else {}),
     }
 

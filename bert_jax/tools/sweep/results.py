@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -19,6 +20,8 @@ from bert_jax.config import fields as fields_lib
 from bert_jax.config.schema import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.errors import UserError
+from bert_jax.model.bert import init_params
+from bert_jax.model.flops import parameter_count
 from bert_jax.runs import workdir
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
@@ -125,6 +128,10 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         "step_seconds": round(float(seconds.sum()), 1),
         "real_tokens": round(clock["tokens"][-1]),
         "flops": float(flops),
+        # The key is traced, too: a key would start the accelerator that the runs of the sweep need.
+        "parameters": parameter_count(
+            jax.eval_shape(lambda: init_params(config.model, jax.random.key(0))), config.model
+        ),
         "config": json.loads(content),
         "config_hash": hashlib.sha256(content.encode()).hexdigest()[:10],
         "commit": starts[-1]["commit"],
