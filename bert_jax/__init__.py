@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "Output", "Prediction", "UserError", "finetune", "load", "pretrain"]
 
 # pyproject.toml reads it from here, so that a checkout that is not installed has a version too.
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __dir__() -> list[str]:
