@@ -433,7 +433,7 @@ def test_suggested_change_makes_the_run_fit(many, capsys):
         ("h100:8 --config.phases[0].tokens=0", "phase 0"),
         ("h100:8 --sequences 0", "--sequences 0"),
         ("h100:8 --dollars-per-chip-hour -1", "--dollars-per-chip-hour"),
-        ("h100:8 --rows a --rows b", "2 --rows"),
+        ("h100:8 --rows a --rows b", "--rows: 2 folders"),
     ],
 )
 def test_invalid_arguments_give_one_line_errors(capsys, arguments, key):
