@@ -115,7 +115,7 @@ def test_mlflow_resumes_an_existing_run(monkeypatch, tmp_path):
 
 def test_unavailable_and_unknown_trackers_are_rejected(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install .*wandb"):
+    with pytest.raises(UserError, match=r"pip install .*wandb"):
         opened("wandb", tmp_path)
     broken = types.SimpleNamespace(init=lambda **_: 1 / 0, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", broken)
