@@ -14,6 +14,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import Config, OptimConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert, flatten, init_params
@@ -363,6 +364,12 @@ def test_initial_parameters_depend_on_their_path_alone(changes):
         parts = (np.atleast_1d(x)[: config.vocab_size] for x in (value, others[path]))
         ours, theirs = (x[tuple(map(slice, value.shape))] for x in parts)
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("base", 110_106_428), ("large", 336_226_108)])
+def test_parameter_counts(name, parameters):
+    config = dataclasses.replace(model_size(name), vocab_size=30_522, vocab_multiple=128)
+    assert parameter_count(shapes(config), config) == parameters
 
 
 def test_only_the_outputs_asked_for_are_computed():

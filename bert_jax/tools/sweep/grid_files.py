@@ -159,7 +159,7 @@ def blocks(
         name: Column(name, factor=1.0, digits=4)
         for line in results[:1]
         for name, value in list(line["metrics"].items())[:_MAX_METRICS]
-        if isinstance(value, int | float)
+        if isinstance(value, int | float) and name != "real_fraction"
     }
     columns = {"parameters": _Parameters("parameters"), **metrics}
     curves = Curves("curve.svg", rows, "step", "loss", ("step", "held-out loss (nats)"))
