@@ -96,7 +96,7 @@ def missing(purpose: str, extra: str) -> UserError:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of a checkout, or its packages beside an installed wheel."""
+    """Return the command that installs an extra: in a checkout by its name, else the packages in it."""
     root = pathlib.Path(__file__).parents[1]
     if (root / "pyproject.toml").exists():
         return f"pip install -e '{'.' if root == pathlib.Path.cwd() else root}[{extra}]'"

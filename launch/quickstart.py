@@ -298,7 +298,7 @@ def quickstart(corpus_paths: list[str], folder: pathlib.Path, steps: int) -> Non
         f"attention --init {at('model')} --out {at('attention.html')} --text {sentence}",
     )
     show(
-        "a folder for AutoModelForMaskedLM.from_pretrained of transformers, which bert-jax reads too",
+        "an export for AutoModelForMaskedLM of transformers, and the same masks filled from it",
         f"export --init {at('model')} --out {exported}",
         f"fill-mask --init {exported} {sentence}",
     )

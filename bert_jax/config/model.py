@@ -250,7 +250,7 @@ class ModelConfig:
     # Adapters that the parameters contain, from config.lora. Loading a checkpoint merges them.
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     # Compute dtype of activations. Parameters and optimizer state stay float32. "auto" is bfloat16 on TPUs
-    # and GPUs and float32 on CPUs, where a run begins; it keeps the dtype that it began with.
+    # and GPUs and float32 on CPUs; a run that is resumed keeps what it began with.
     dtype: str = one_of("auto", "float32", "bfloat16")
     # "unrolled" compiles every layer (faster steps), "scanned" compiles one (faster compilation).
     # Parameters and checkpoints are the same.
@@ -282,7 +282,7 @@ class ModelConfig:
 
     @property
     def compute_dtype(self) -> str:
-        """Dtype of activations: float32 if it is "auto", as in models that were not trained here."""
+        """Dtype of activations; "auto" is float32 in models that were not trained here."""
         return "float32" if self.dtype == "auto" else self.dtype
 
     @property

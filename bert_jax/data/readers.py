@@ -34,7 +34,7 @@ LONG_DOCUMENT = (
     "split it into several documents",
 )
 _EMPTY_TEXT = "a text is empty", "skipped it"
-# Kinds of sources that are read by a library, by their name.
+# Kinds of sources that name a dataset, which a library reads.
 DATASETS = ("tfds", "hf")
 
 
@@ -259,7 +259,7 @@ class Reader:
                     self._warn(path, number, *_EMPTY_TEXT)
 
     def dataset(self, kind: str, name: str) -> Iterator[RawDocument]:
-        """Stream the documents of a dataset of a library, one of `DATASETS`."""
+        """Stream the documents of a named dataset, whose kind is one of `DATASETS`."""
         for number, text in enumerate(_tfds(name) if kind == "tfds" else _hugging_face(name), 1):
             if text.strip():
                 yield RawDocument(text, kind, name, number)

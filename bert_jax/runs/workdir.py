@@ -211,7 +211,7 @@ def attention_at(folder: str | os.PathLike, start: int = -1) -> dict[int, str]:
 
 
 def dtype_at(config: TrainConfig, folder: str | os.PathLike = "") -> str:
-    """Return the compute dtype of a run: "auto" is that which it began with, or the one for this device."""
+    """Return the compute dtype of a run; "auto" is the dtype that it began with, else that for this device."""
     if config.model.dtype != "auto":
         return config.model.dtype
     if folder and (path := _local(folder, "config.json")).exists():

@@ -84,7 +84,7 @@ class Log:
         """Log the steps after `step` as those of `phase`."""
         if step and step == phase.first_step:
             self._progress.say(
-                f"step {step:,}: rows of T={phase.tokens} from here, whose losses do not compare with earlier ones"
+                f"step {step:,}: rows of T={phase.tokens} from here on; losses are not comparable with earlier ones"
             )
         self._phase, self._clock = phase, (step, time.monotonic())
 
