@@ -30,7 +30,7 @@ import itertools
 import json
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.config.sizes import model_size
@@ -115,11 +115,11 @@ def rows(
     return Point(name, ("prepare", *command, *passes, *more, *texts(args)))
 
 
-def single_rows(args: SweepArgs) -> list[Point]:
-    """Return the points that prepare single sequences at each length of the small scale."""
+def single_rows(args: SweepArgs, lengths: Iterable[int] = SMALL_LENGTHS) -> list[Point]:
+    """Return the points that prepare single sequences at each length, by default of the small scale."""
     return [
         rows(args, tokens, name=f"rows{tokens}-single", more=("--pairs", "none"))
-        for tokens in SMALL_LENGTHS
+        for tokens in lengths
     ]
 
 
@@ -212,6 +212,21 @@ def left_to_right(args: SweepArgs, name: str = "left-to-right, no NSP", seed: in
     return pretrained(args, name, changes=_checkpoint_settings(args) | CAUSAL, seed=seed)
 
 
+def on_single_rows(
+    args: SweepArgs, name: str, config: Sequence[str], lengths: Iterable[int], **facts: Any
+) -> Point:
+    """Return a pretraining on rows of single sequences, whose recipe is that of its config."""
+    only(args, "small")
+    folders = [part for point in single_rows(args, lengths) for part in ("--rows", point)]
+    return Point(name, ("pretrain", *config, *folders), {"model": name, **facts})
+
+
+def mini(args: SweepArgs) -> Point:
+    """Return the pretraining of L4-H256-A4 that tables 1, 2 and 7 fine-tune at the small scale."""
+    config = ("--config", "configs/pretrain.py:mini", "--config.steps=8000")
+    return on_single_rows(args, MINI, config, SMALL_LENGTHS)
+
+
 def large(args: SweepArgs, name: str = "large") -> Point:
     """Return the pretraining of BERT Large."""
     return pretrained(args, name, "large")
@@ -273,7 +288,14 @@ TASKS: dict[str, dict[str, Task]] = {
             _WNUT17,
             {"task.tokens": 64, "batch_size": 16, "epochs": 4},
         ),
-        "SQuAD": Task("dev.f1", "configs/squad.py:1", (), {"epochs": 2}, sample=True),
+        # `mini` is pretrained on rows of at most 128 tokens.
+        "SQuAD": Task(
+            "dev.f1",
+            "configs/squad.py:1",
+            (),
+            {"task.tokens": 128, "task.stride_tokens": 64, "epochs": 2},
+            sample=True,
+        ),
     },
     "paper": {
         "MNLI": _glue("mnli"),
@@ -297,8 +319,8 @@ TASKS: dict[str, dict[str, Task]] = {
 }
 # Overrides for fine-tuning on features, with a high rate since the LSTM is trained from scratch.
 LSTM = {"model.head.lstm_layers": 2, "optim.learning_rate": 1e-3}
-PRETRAINED, RANDOM = "pretrained", "random weights"
-USUAL = {"small": (PRETRAINED, RANDOM), "paper": ("base", "large")}
+MINI, RANDOM = "mini", "random weights"
+USUAL = {"small": (MINI, RANDOM), "paper": ("base", "large")}
 
 
 def minilm() -> pathlib.Path:
@@ -317,8 +339,7 @@ def checkpoint_label(init: str) -> str:
 def starts(args: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
     """Return the options that initialize each model to fine-tune, by label.
 
-    The models are the checkpoint of `--init`, or the paper's two, or the small one and one with
-    random weights.
+    The models are the checkpoint of `--init`, or the paper's two, or `mini` and one with random weights.
 
     Args:
         args: arguments of the sweep.
@@ -331,10 +352,10 @@ def starts(args: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
         if capitals:
             both = {size: cased(args, size) for size in both}
         return {label: ["--init", point] for label, point in both.items()}
-    model, shape = model_size(SMALL_SIZE), ("layers", "hidden", "heads", "feed_forward")
+    model, shape = model_size(MINI), ("layers", "hidden", "heads", "feed_forward")
     size = settings({f"model.{name}": getattr(model, name) for name in shape})
     return {
-        PRETRAINED: ["--init", base(args)],
+        MINI: ["--init", mini(args)],
         RANDOM: ["--init", "none", "--vocab", vocabulary(args), *size],
     }
 
@@ -483,7 +504,11 @@ def models(results: Sequence[Result], scale: str, *defaults: str) -> list[str]:
 
 def sizes(labels: Sequence[str]) -> dict[str, str]:
     """Return the size whose numbers in the paper a model is compared with, by label."""
-    return {label: "large" if "large" in label else "base" for label in labels if label != RANDOM}
+    return {
+        label: "large" if "large" in label else "base"
+        for label in labels
+        if label not in (MINI, RANDOM)
+    }
 
 
 def comparison(

@@ -20,20 +20,10 @@ LOSSES = {
 PAIRS = {"BLiMP": Column("blimp"), "Zorro": Column("zorro")}
 
 
-def points(args, name, lengths, settings):
-    """Return the pretraining of a model on rows of single sequences, and its measurements.
-
-    Args:
-        args: arguments of the sweep.
-        name: name of the model.
-        lengths: lengths of rows.
-        settings: the command's config and its changes.
-    """
-    recipes.only(args, "small")
-    rows = [rows for rows in recipes.single_rows(args) if rows.options["--tokens"] in lengths]
-    folders = [part for point in rows for part in ("--rows", point)]
-    model = Point(name, ("pretrain", *settings, *folders), {"model": name})
-    yield Point(f"{name}/losses", (*MEASURE, model, "--rows", rows[-1]), {"of": name})
+def points(args, model):
+    """Return the measurements of a model that was pretrained on rows of single sequences up to T=128."""
+    name, rows = model.name, recipes.single_rows(args)[-1]
+    yield Point(f"{name}/losses", (*MEASURE, model, "--rows", rows), {"of": name})
     minimal = ("--data", args.data, "--pairs", NUM_PAIRS)
     yield Point(f"{name}/pairs", (*MEASURE, model, *minimal), {"of": name, "pairs": NUM_PAIRS})
 

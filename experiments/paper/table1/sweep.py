@@ -11,7 +11,7 @@ from bert_jax.tools.sweep.experiment import Column
 
 # The grid of section A.3, with the fourth learning rate of section 4.1.
 GRID = {
-    "small": {"rate": ("1e-3", "3e-4", "1e-4")},
+    "small": {"rate": ("3e-4", "1e-4")},
     "paper": {
         "rate": ("5e-5", "4e-5", "3e-5", "2e-5"),
         "batch": (16, 32),

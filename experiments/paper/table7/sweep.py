@@ -29,7 +29,7 @@ def features_of(model):
     if model == recipes.RANDOM or "large" in model:
         return {}
     names = dict(FEATURES)
-    if model == recipes.PRETRAINED:  # it has only four layers
+    if model == recipes.MINI:  # it has only four layers
         del names["weighted-all"]
     return names
 

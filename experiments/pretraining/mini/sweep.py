@@ -7,9 +7,7 @@ import models
 
 def get_points(args):
     """Return the pretraining, and its losses and accuracies on minimal pairs."""
-    lengths = map(str, models.recipes.SMALL_LENGTHS)
-    command = ("--config", "configs/pretrain.py:mini", "--config.steps=8000")
-    yield from models.points(args, "mini", set(lengths), command)
+    yield from models.points(args, models.recipes.mini(args))
 
 
 def get_blocks(results):
