@@ -167,8 +167,8 @@ def _machine(line: Line) -> str:
     return f"{line['cores']} cores ({line['processor']}), {versions}"
 
 
-def summary() -> list[str]:
-    """Return the table of docs/explanation/speed.md: median speed-up over each baseline."""
+def speedups() -> list[tuple[str, str, str, str]]:
+    """Return workload, baseline, median speed-up over it, and hardware, for each of `FRONT`."""
     lines = {(line["case"], line["contender"]): line for line in recorded()}
     rows = []
     for workload, case, contender, baseline, name in FRONT:
@@ -176,7 +176,12 @@ def summary() -> list[str]:
         times = statistics.median(ratios(lines[case, baseline], line, measure))
         machine = f"{line['cores']} CPU cores ({line['processor']})"
         rows.append((workload, name, f"{times:.2g}", machine))
-    return pages.table(("workload", "baseline", "speed-up", "hardware"), rows)
+    return rows
+
+
+def summary() -> list[str]:
+    """Return the table of docs/explanation/speed.md."""
+    return pages.table(("workload", "baseline", "speed-up", "hardware"), speedups())
 
 
 def fill() -> list[str]:
