@@ -17,6 +17,8 @@ os.environ["XLA_FLAGS"] = (
 )
 # pytest runs one worker per core. More PyTorch threads per worker would oversubscribe the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Where there are no credentials, the library of gs:// would ask the network for them for 15 seconds.
+os.environ["NO_GCE_CHECK"] = "true"
 # Tests, their subprocesses and later test runs share a compilation cache, separate from the user's.
 os.environ["BERT_JAX_CACHE"] = os.path.join(tempfile.gettempdir(), "bert_jax_tests_cache")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["BERT_JAX_CACHE"]

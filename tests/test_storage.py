@@ -1,5 +1,6 @@
 """Object storage on real GCS and S3 servers, with outages, transient errors and damaged objects."""
 
+import asyncio
 import errno
 import hashlib
 import json
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
+import gcsfs.retry
 import google_crc32c
 import jax
 import jax.numpy as jnp
@@ -55,6 +58,9 @@ def server(request, tmp_path_factory):
         serve(request.param, str(folder / "objects")) as started,
         pytest.MonkeyPatch.context() as m,
     ):
+        # gcsfs waits seconds before it tries again, as does no test that counts them.
+        short = types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 50))
+        m.setattr(gcsfs.retry, "asyncio", short)
         started.environment["BERT_JAX_STORAGE_CACHE"] = str(folder / "cache")
         for name, value in started.environment.items():
             m.setenv(name, value)
