@@ -231,10 +231,7 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def single_device_meshes():
-    """Give meshes without explicit settings one device, because eight are slow on two cores.
-
-    The value is `make_mesh` itself, for tests of the default mesh.
-    """
+    """Give meshes without explicit settings one device, because eight are slow on two cores."""
     import jax
 
     from bert_jax.config.schema import MeshConfig
@@ -249,4 +246,4 @@ def single_device_meshes():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "make_mesh", make)
-        yield make_mesh
+        yield

@@ -19,7 +19,6 @@ from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
-from bert_jax.model import encoder
 from bert_jax.model.attention import KERNELS, attention, attention_line, check, choose
 from bert_jax.objectives import pretraining
 from bert_jax.runs import workdir
@@ -108,45 +107,6 @@ def test_sharded_attention_needs_no_communication():
     assert "all-" not in compiled.as_text()
 
 
-def small_run(rows, **changes):
-    """Return a config without attention dropout, with the vocabulary size set, and its phase."""
-    config = Config(
-        model=dataclasses.replace(model_size("L1-H32-A2"), attention_dropout=0.0, **changes),
-        phases=(PhaseConfig(rows=str(rows())),),
-        batch_size=4,
-        evaluate_rows=4,
-    )
-    config, _, _, (phase,) = pretraining.make_phases(config)
-    return config, phase
-
-
-def test_step_with_splash_on_a_mesh_matches_xla(rows, monkeypatch):
-    """Dropout is on except in attention, where kernels do not support it."""
-    traced = set()
-
-    def watched(*args, **options):
-        traced.add((args[-1], *jax.sharding.get_abstract_mesh().shape.values()))
-        return attention(*args, interpret=True, **options)
-
-    monkeypatch.setattr(encoder, "attention", watched)
-    results = []
-    for name, sizes in (("xla", (1, 1, 1)), ("splash", (1, 2, 2))):
-        config, phase = small_run(rows, attention=name)
-        mesh = sharding.make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
-        init, shapes = state_lib.initial_state(config, phase, mesh)
-        state = init(jnp.uint32(0))
-        traced.clear()
-        programs = step_lib.compile_phase(config, phase, mesh, shapes)
-        assert traced == {(name, *sizes)}
-        traced.clear()
-        heldout = programs.evaluate(state.params)
-        assert traced == {(name, *sizes)}
-        batch = sharding.shard_batch(next(phase.batches(0, 1, 0, 1)), mesh)
-        stats = programs.step(state, batch)[-1]
-        results.append([*stats.loss_and_grad_norm.tolist(), heldout["masked_lm_loss"]])
-    np.testing.assert_allclose(*results, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("implementation", "platform", "calls"),
     [
@@ -179,7 +139,11 @@ def test_sharded_step_compiles_for_tpu(rows):
 
     devices = topologies.get_topology_desc("v5e:2x2", "tpu").devices
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), devices)
-    config, phase = small_run(rows, attention="splash", dtype="bfloat16")
+    model = dataclasses.replace(
+        model_size("L1-H32-A2"), attention_dropout=0.0, attention="splash", dtype="bfloat16"
+    )
+    config = Config(model=model, phases=(PhaseConfig(rows=str(rows())),), batch_size=4)
+    config, _, _, (phase,) = pretraining.make_phases(config)
     check(config, devices[0].platform, mesh.shape["tensor"])
     _, shapes = state_lib.initial_state(config, phase, mesh)
     text = step_lib.compile_step(config, phase, mesh, shapes).as_text()

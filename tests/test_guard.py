@@ -144,9 +144,8 @@ def test_skip_equals_training_without_the_bad_batch(skipping, rows):
         np.testing.assert_array_equal(a, jax.device_get(b))
 
 
-@pytest.mark.parametrize("step", [10, 20])
-def test_resuming_around_a_skipped_step_is_bitwise_identical(skipping, tmp_path, rows, step):
-    resume_at(step, skipping, tmp_path / "run")
+def test_resuming_before_a_skipped_step_is_bitwise_identical(skipping, tmp_path, rows):
+    resume_at(10, skipping, tmp_path / "run")
     run(tmp_path / "run", rows, *SKIP)
     assert_same_run(tmp_path / "run", skipping)
 

@@ -112,9 +112,8 @@ def test_norms_add_rows_beyond_those_of_one_program(monkeypatch):
     assert_close(with_gradients(by_kernels(0.1, True), *inputs), expected)
 
 
-@pytest.mark.parametrize("is_sum", [True, False])
-def test_bfloat16_norms_are_no_less_exact_than_by_xla(is_sum):
-    inputs = norm_inputs(4, 16, 96, jnp.bfloat16, is_sum, True, True)
+def test_bfloat16_norms_are_no_less_exact_than_by_xla():
+    inputs = norm_inputs(4, 16, 96, jnp.bfloat16, True, True, True)
     assert_no_less_exact(by_xla(0.1, True), by_kernels(0.1, True), *inputs)
 
 
@@ -201,10 +200,9 @@ def test_bfloat16_attention_is_no_less_exact_than_by_xla(tokens):
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"position_kind": "rope"}, {"lora.rank": 2}])
-def test_gradients_of_queries_keys_and_values_match_xla(changes):
-    """Of one product and of three, with the bias' gradient from the kernel and from the product."""
-    config = with_fields(model_size("L1-H32-A2"), {"vocab_size": 50, **changes})
+def test_gradients_of_rotated_queries_and_keys_match_xla():
+    """The bias' gradient comes from the product, without rotations from the kernel."""
+    config = with_fields(model_size("L1-H32-A2"), {"vocab_size": 50, "position_kind": "rope"})
     params = init_params(config, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), params)
     tokens, layout = jnp.arange(32).reshape(2, 16), rows_lib.layout(*jnp.full((2, 2, 1), 16), 16)
@@ -285,7 +283,7 @@ WIDER = {
     "embedding_size": 16,
     "norm.position": "pre",
     "lora.rank": 2,
-    "lora.targets": ("output",),
+    "lora.targets": ("query", "output"),
     "remat": "full",
 }
 MODERN = {
