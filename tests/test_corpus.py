@@ -1,10 +1,8 @@
 """Text sources in every format and compression, valid and damaged."""
 
-import bz2
 import gzip
 import itertools
 import json
-import lzma
 import pathlib
 import sys
 import textwrap
@@ -19,6 +17,7 @@ from bert_jax.data.readers import UNKNOWN_WORD
 from bert_jax.data.sentences import SENTENCE_CHARACTERS, split_sentences
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from tests.helpers.compression import COMPRESSIONS
 
 PROSE = (
     "It was a bright cold day in spring. The clocks of Dr. Smith, who lived in the U.S. for years, "
@@ -116,14 +115,6 @@ def assert_read_fails(spec, key: str) -> None:
 def split(text: str, kind: str) -> list[str]:
     return split_sentences(corpus.RawDocument(text, kind, "f", 1))
 
-
-def zstd(data: bytes) -> bytes:
-    import zstandard
-
-    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
-
-
-COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
 
 # Kind of source -> (content, sentences of each document).
 EXAMPLES = {

@@ -4,14 +4,11 @@ Each reader gets valid files, then copies with changed bytes or JSON values, and
 their place. `BERT_JAX_SOAK=n` runs n times as many examples.
 """
 
-import bz2
 import contextlib
 import functools
-import gzip
 import io
 import itertools
 import json
-import lzma
 import os
 import pathlib
 import re
@@ -42,6 +39,8 @@ from bert_jax.tasks import conll_score, glue, score, squad, squad_score
 from bert_jax.tasks import swag as choice
 from bert_jax.tasks import tables as classification
 from tests.helpers.checkpoints import BEST
+from tests.helpers.compression import COMPRESSIONS
+from tests.test_corpus import EXAMPLES, GOOGLE
 
 SOAK = int(os.environ.get("BERT_JAX_SOAK", 1))
 MOST_BYTES = 1 << 29  # memory that a reader may use for these small files
@@ -143,30 +142,6 @@ def only_user_errors(most_bytes=MOST_BYTES):
 
 # --- Readers and their valid files ----------------------------------------------------------------
 
-PROSE = "It was a bright day. Dr. Smith, who was abed, did not see it.\nNobody asked any more."
-WIKI = "{{Infobox|a=b}}\n'''Ada''' was [[born]] in {{convert|1|m}}.<ref>x</ref>\n* a list\n{|\n|a\n|}\n"
-DUMP = (
-    '<mediawiki xmlns="x"><page><title>T</title><ns>0</ns><revision><text>'
-    f"{WIKI.replace('<', '&lt;')}</text></revision></page></mediawiki>\n"
-)
-CORPORA = {
-    "google": f"{PROSE}\n\nThree is here.\nFour is here.\n\nFive.\n",
-    "books": f"CHAPTER ONE\n\n{PROSE}\n",
-    "wikiextractor": f'<doc id="1" url="u" title="A &amp; b">\nA &amp; b\n\n{PROSE}\n</doc>\n',
-    "wikiextractor-json": json.dumps({"id": "1", "url": "u", "title": "C", "text": PROSE}) + "\n",
-    "jsonl": '{"text": "One is here."}\n\n{"n": 1, "text": "B\\ud800."}\n',
-    "mediawiki": DUMP,
-}
-
-
-def zstd(data: bytes) -> bytes:
-    import zstandard
-
-    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
-
-
-COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
-
 
 def parquet(**columns) -> bytes:
     import pyarrow
@@ -226,10 +201,6 @@ def read_run(folder):
     return config
 
 
-def read_checkpoint(name=""):
-    return lambda folder: source.read(str(folder / name) if name else str(folder))
-
-
 TABLE = {"text": ["a b", "c", "d"], "label": ["x", "y", "x"], "other": ["1", "2", "3"]}
 LINES = list(zip(*TABLE.values(), strict=True))
 QUESTIONS = [
@@ -263,13 +234,16 @@ def run_config(config) -> bytes:
 classes = learn(classification.Classification, objective="classes")
 number = learn(classification.Classification, objective="number")
 READERS = {
-    **{f"corpus {kind}": ({"a.txt": text.encode()}, read_corpus) for kind, text in CORPORA.items()},
     **{
-        f"corpus {kind} named": ({"a": text.encode()}, functools.partial(read_corpus, kind=kind))
-        for kind, text in CORPORA.items()
+        f"corpus {kind}": ({"a.txt": text.encode()}, read_corpus)
+        for kind, (text, _) in EXAMPLES.items()
     },
     **{
-        f"corpus {name}": ({"a": compress(CORPORA["google"].encode() * 20)}, read_corpus)
+        f"corpus {kind} named": ({"a": text.encode()}, functools.partial(read_corpus, kind=kind))
+        for kind, (text, _) in EXAMPLES.items()
+    },
+    **{
+        f"corpus {name}": ({"a": compress(GOOGLE.encode() * 20)}, read_corpus)
         for name, compress in COMPRESSIONS.items()
     },
     "corpus parquet": ({"a": parquet(text=["One is.", "Two is.", None] * 3)}, read_corpus),
@@ -277,7 +251,7 @@ READERS = {
     "table csv": ({"a.csv": separated(",") + b'"a ""b""\nc",x,y\n'}, read_table),
     "table jsonl": ({"a.jsonl": OBJECTS}, read_table),
     "table parquet": ({"a.parquet": parquet(**TABLE)}, read_table),
-    "texts txt": ({"a.txt": PROSE.encode()}, read_texts),
+    "texts txt": ({"a.txt": GOOGLE.encode()}, read_texts),
     "texts jsonl": ({"a.jsonl": OBJECTS}, read_texts),
     "texts parquet": ({"a.parquet": parquet(**TABLE)}, read_texts),
     "task csv": ({"a.csv": separated(",")}, learn(classification.Classification)),
@@ -324,7 +298,7 @@ READERS = {
     "run": ({"config.json": run_config(Config())}, read_run),
     "run of a task": ({"config.json": run_config(FinetuneConfig())}, read_run),
 }
-CHECKPOINTS = ["zip", "safetensors", "sharded", "pytorch"]
+CHECKPOINTS = ["google", "safetensors", "sharded"]  # test_checkpoint_files.py has PyTorch's
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
@@ -335,14 +309,8 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def checkpoints():
     """Name -> (files of a checkpoint, function that reads their folder)."""
-    import torch
     from safetensors.numpy import save
 
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in contents(TF1).items():
-            if name.startswith(("bert_", "vocab")):
-                archive.writestr(name, data)
     imported = source.read(str(TF1 / "bert_model.ckpt"))
     tensors = huggingface.to_huggingface(imported.params, imported.config.model)
     settings_ = huggingface.huggingface_config(imported.config.model, imported.vocabulary)
@@ -362,10 +330,8 @@ def checkpoints():
     first = dict(itertools.islice(tensors.items(), 5))
     rest = {name: value for name, value in tensors.items() if name not in first}
     index = {name: "a.safetensors" if name in first else "b.safetensors" for name in tensors}
-    pickled = io.BytesIO()
-    torch.save({name: torch.tensor(value) for name, value in tensors.items()}, pickled)
     result = {
-        "zip": {"a.zip": packed.getvalue()},
+        "google": {name: x for name, x in contents(TF1).items() if name.startswith(("bert", "vo"))},
         "safetensors": {**plain, "model.safetensors": save(tensors, {"crc32c": "{}"})},
         "sharded": {
             **plain,
@@ -373,16 +339,9 @@ def checkpoints():
             "a.safetensors": save(first),
             "b.safetensors": save(rest),
         },
-        "pytorch": {
-            "config.json": plain["config.json"],
-            "vocab.txt": imported.vocabulary.to_bytes(),
-            "added_tokens.json": b"{}",
-            "pytorch_model.bin": pickled.getvalue(),
-        },
     }
     return {
-        name: (files, read_checkpoint("a.zip" if name == "zip" else ""))
-        for name, files in result.items()
+        name: (files, lambda folder: source.read(str(folder))) for name, files in result.items()
     }
 
 

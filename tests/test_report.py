@@ -232,27 +232,27 @@ def test_bad_input_gives_one_line_error(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "report.html").exists()
 
 
-NOBODY_WROTE = (
-    ("metrics.jsonl", [{"step": 3}, HELDOUT]),
-    ("metrics.jsonl", [5, HELDOUT]),
-    ("metrics.jsonl", [HELDOUT, {**HELDOUT, "accuracy": None, "loss": "x"}]),
-    ("metrics.jsonl", [HELDOUT, {**HELDOUT, "loss": 10**400}]),
-    ("metrics.jsonl", [{**HELDOUT, "loss": 1e308}, {**HELDOUT, "step": 6, "loss": -1e308}]),
-    *(
-        ("samples.jsonl", [{"step": 3, "text": "a [MASK]", "masks": masks}])
-        for masks in (None, ["x"], [{}], [[{"token": "x"}]])
-    ),
-    ("speed.jsonl", [{"step": 3, "steps_per_second": 2.0}, FAST]),
-    ("speed.jsonl", [{**FAST, "steps_per_second": float("nan")}, FAST]),
+METRICS = (
+    [{"step": 3}, HELDOUT],
+    [5, HELDOUT],
+    [HELDOUT, {**HELDOUT, "accuracy": None, "loss": "x"}],
+    [
+        {**HELDOUT, "loss": 1e308},
+        {**HELDOUT, "step": 6, "loss": -1e308},
+        {**HELDOUT, "loss": 10**400},
+    ],
 )
+MASKS = (None, ["x"], [{}], [[{"token": "x"}]])
+SPEED = ({"step": 3, "steps_per_second": 2.0}, {**FAST, "steps_per_second": float("nan")})
 
 
 def test_malformed_lines_are_skipped(tmp_path):
     """Files of another program or an older version are shown as far as they can be read."""
     folders = []
-    for i, (file, lines) in enumerate(NOBODY_WROTE):
-        folders.append(str(hand_written(tmp_path / str(i), [HELDOUT], [FAST])))
-        write_lines(tmp_path / str(i) / file, lines)
+    for i, (metrics, masks) in enumerate(zip(METRICS, MASKS, strict=True)):
+        samples = [{"step": 3, "text": "a [MASK]", "masks": masks}]
+        written = hand_written(tmp_path / str(i), metrics, [SPEED[i % 2], FAST], samples)
+        folders.append(str(written))
     assert cli.main(["report", *folders, "--out", str(tmp_path / "runs.html")]) == 0
     accuracy = curves.curves(curves.read(folders))["accuracy"]
     assert np.array([curve.values[0, 0] for curve in accuracy]).tolist() == [0.5] * len(folders)

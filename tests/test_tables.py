@@ -1,35 +1,26 @@
 """Tables: every format and compression gives the same records; errors give the line number."""
 
-import bz2
 import csv
 import gzip
 import io
 import json
-import lzma
 import types
 
 import pyarrow
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
 from bert_jax.data import tables
 from bert_jax.errors import UserError
+from tests.helpers.compression import COMPRESSIONS
 
 ROWS = [
     {"text": 'He said "no", twice.', "other": "a, b", "label": "0"},
     {"text": "Ünïcode \u2028 and \x85 and\x0cform feed", "other": '"', "label": "1"},
     {"text": " spaces kept ", "other": "日本", "label": "2"},
 ]
-COMPRESSIONS = {
-    "gz": gzip.compress,
-    "bz2": bz2.compress,
-    "xz": lzma.compress,
-    "zst": lambda data: zstandard.ZstdCompressor().compress(data),
-    "": bytes,
-}
 
 
 def content(kind, rows=ROWS):
@@ -55,7 +46,7 @@ def write(path, data):
 def test_reads_every_format_and_compression(tmp_path, suffix):
     kind, _, compression = suffix[1:].lower().partition(".")
     data = ("\ufeff" * (kind != "jsonl") + content(f".{kind}")).encode()
-    path = write(tmp_path / f"a.b{suffix}", COMPRESSIONS[compression](data))
+    path = write(tmp_path / f"a.b{suffix}", COMPRESSIONS.get(compression, bytes)(data))
     read_bytes = []
     result = list(tables.read(path, ["text"], ["label"], count=read_bytes.append))
     assert [record.fields for record in result] == ROWS
