@@ -13,24 +13,16 @@ from typing import Any
 
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, InUse, UserError
 from bert_jax.storage import files
+from bert_jax.tools.launch import plan as plan_lib
 from bert_jax.tools.launch.engines import ENGINES, SUBMITTED
 from bert_jax.tools.launch.engines.base import State, python_command, state_folder
-from bert_jax.tools.launch.plan import (
-    STOP_SECONDS,
-    Plan,
-    exit_status,
-    read_output,
-    run,
-    say,
-    start_logged,
-)
 
 # The record of a job, its output, a mark that its user has stopped it, and a folder that is locked meanwhile.
 _FILE, _LOG, _STOPPED, _STOPPING = "job.json", "log", "stopped", "stopping"
 _DELETE_SECONDS = 900
 
 
-def start(on: str, name: str, plan: Plan) -> int:
+def start(on: str, name: str, plan: plan_lib.Plan) -> int:
     """Execute a plan and return the exit status, as `plan.run`; `status` and others then know the job."""
     folder = state_folder(name)
     with _job_lock(folder, name):
@@ -48,15 +40,14 @@ def start(on: str, name: str, plan: Plan) -> int:
         files.write_json(folder / _FILE, job)
         end: dict[str, Any] = {"ended": EXIT_USER_ERROR, "failed": True}
         try:
-            status = run(plan)
+            status = plan_lib.run(plan)
             end = {"ended": status}
             if status != EXIT_INTERRUPTED and not plan.keep:
                 end["delete"] = ()
         finally:
             files.write_json(folder / _FILE, job | end)
     if on in SUBMITTED:
-        about = "bert-jax launch"
-        say(f"state: {about} status {name}; output: {about} logs {name}; stop: {about} stop {name}")
+        plan_lib.say(f"its state, output and end: bert-jax launch status|logs|stop {name}")
     return status
 
 
@@ -70,10 +61,8 @@ def _job_lock(folder: pathlib.Path, name: str) -> Iterator[None]:
                 break
             except InUse:
                 if time.monotonic() > deadline:
-                    raise UserError(
-                        f"a launcher of {name} is running: see `bert-jax launch status {name}`, or "
-                        "choose another --name"
-                    ) from None
+                    advice = f"see `bert-jax launch status {name}`, or choose another --name"
+                    raise UserError(f"a launcher of {name} is running: {advice}") from None
                 time.sleep(0.05)
         yield
 
@@ -83,20 +72,15 @@ def _record(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _check_name(on: str, name: str, plan: Plan) -> None:
+def _check_name(on: str, name: str, plan: plan_lib.Plan) -> None:
     """Check that no active job, and no machines, of this name are others: `stop` would end both."""
-    record = _record(name)
+    record, advice = _record(name), f"choose another --name, or `bert-jax launch {{}} {name}` first"
     if record.get("delete") and [*record["delete"]] != [*plan.delete]:
-        raise UserError(
-            f"other machines of the name {name} may exist: choose another --name, or delete them with "
-            f"`bert-jax launch delete {name}`"
-        )
+        raise UserError(f"other machines of the name {name} may exist: {advice.format('delete')}")
     other = record.get("folder", plan.folder)
     if on in SUBMITTED and other != plan.folder and ask(name).kind in ("waiting", "running"):
-        raise UserError(
-            f"a job {name} that writes to {other} is queued or running: choose another --name, or "
-            f"stop it with `bert-jax launch stop {name}`"
-        )
+        where = f"a job {name} that writes to {other} is queued or running"
+        raise UserError(f"{where}: {advice.format('stop')}")
 
 
 def detach(on: str, name: str, arguments: Sequence[str]) -> int:
@@ -108,13 +92,13 @@ def detach(on: str, name: str, arguments: Sequence[str]) -> int:
         (folder / _LOG).unlink(missing_ok=True)
         log = open(folder / _LOG, "wb")  # noqa: SIM115 (the launcher's)
     with log:
-        process = start_logged([*python_command(), *arguments], log)
+        process = plan_lib.start_logged([*python_command(), *arguments], log)
     while _record(name).get("launcher") != process.pid:
         if process.poll() is not None:
             lines = (folder / _LOG).read_text(errors="replace").splitlines()
             raise UserError(f"the launcher failed: {lines[-1] if lines else 'without a message'}")
         time.sleep(0.05)
-    say(f"{name} runs in the background; its output: bert-jax launch logs {name}")
+    plan_lib.say(f"{name} runs in the background; its output: bert-jax launch logs {name}")
     return 0
 
 
@@ -123,11 +107,8 @@ def _read(name: str) -> tuple[pathlib.Path, dict[str, Any]]:
     folder = state_folder(name)
     if job := _record(name):
         return folder, job
-    known = sorted(path.parent.name for path in folder.parent.glob(f"*/{_FILE}"))
-    raise UserError(
-        f"no job {name} was launched by this user on this machine"
-        + (f" (known: {', '.join(known)})" if known else "")
-    )
+    known = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{_FILE}")))
+    raise UserError(f"no job {name} was launched by this user here; known: {known or 'none'}")
 
 
 def _is_running(folder: pathlib.Path) -> bool:
@@ -141,11 +122,16 @@ def _is_running(folder: pathlib.Path) -> bool:
 
 def ask(name: str) -> State:
     """Return the state of a job: what its engine says, or, of a local one, what its launcher recorded."""
-    folder, job = _read(name)
+    job = _record(name)
+    if not job:
+        return State("lost", text=f"{name} was not launched by this user on this machine")
     if job["on"] == "local":
-        state = State("running" if _is_running(folder) else "lost")
+        state = State("running" if _is_running(state_folder(name)) else "lost")
     else:
-        state = ENGINES[job["on"]].ask(name, job["query"])
+        try:
+            state = ENGINES[job["on"]].ask(name, job["query"])
+        except Exception as error:  # an answer that cannot be read
+            state = State("unknown", text=repr(error))
     is_known = "ended" in job and job["on"] not in SUBMITTED and not job.get("delete")
     if state.kind == "lost" and is_known:  # processes here, or a slice that was deleted
         state = State("failed" if job["ended"] else "done", job["ended"])
@@ -157,15 +143,12 @@ def ask(name: str) -> State:
 def show_status(name: str) -> int:
     """Print what is known of a job; return 0, or 1 if its engine does not answer."""
     folder, job = _read(name)
+    launcher = "killed; the same command starts it again"
     if _is_running(folder):
-        launcher = f"launcher running (pid {job['launcher']})"
-    elif "ended" not in job:
-        launcher = "launcher killed; the same command starts it again"
-    elif job["on"] in SUBMITTED:
-        launcher = "submitted" if job["ended"] == 0 else "not submitted"
-    else:
-        launcher = f"launcher ended with status {job['ended']}"
-    print(f"{name}: on {job['on']} since {job['began']}, {launcher}", flush=True)
+        launcher = f"running (pid {job['launcher']})"
+    elif "ended" in job:
+        launcher = f"ended with status {job['ended']}"
+    print(f"{name}: on {job['on']} since {job['began']}, launcher {launcher}", flush=True)
     state = ask(name)
     status = f" with exit status {state.status}" if state.status else ""
     print("\n".join(filter(None, [f"{name}: {state.kind}{status}", state.text])), flush=True)
@@ -175,25 +158,21 @@ def show_status(name: str) -> int:
 def show_logs(name: str) -> int:
     """Print the output of a job and follow it to its end."""
     folder, job = _read(name)
-    has_log = (folder / _LOG).exists()
+    log = folder / _LOG
     # The launcher's log has the run's output too, until the launcher is killed and the run goes on.
     is_complete = _is_running(folder) or job.get("ended", EXIT_INTERRUPTED) != EXIT_INTERRUPTED
-    if job["logs"] and not (has_log and is_complete):
-        status = _call(job["logs"])
-        if status:  # the job may have ended
+    if job["logs"] and not (log.exists() and is_complete):
+        if status := _call(job["logs"]):  # the job may have ended
             print(ask(name).text)
         return status
-    if not has_log:
+    if not log.exists():
         raise UserError(f"the output of {name} is in the terminal that launched it")
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        open(folder / _LOG, errors="replace", newline="\n") as log,
-    ):
-        print(end="".join(log.readlines()[-100:]), flush=True)
-        is_running = True
+    with contextlib.suppress(KeyboardInterrupt), log.open(errors="replace", newline="\n") as file:
+        text, is_running = "".join(file.readlines()[-100:]), True
         while is_running:
             is_running = _is_running(folder)  # before the last read
-            print(end=log.read(), flush=True)
+            print(end=text + file.read(), flush=True)
+            text = ""
             time.sleep(0.2 if is_running else 0)
     return 0
 
@@ -206,8 +185,8 @@ def stop(name: str) -> int:
         if _is_running(folder) and "ended" not in job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(job["launcher"], signal.SIGTERM)
-            say(f"waiting for the launcher (pid {job['launcher']})")
-            deadline = time.monotonic() + STOP_SECONDS + 30
+            plan_lib.say(f"waiting for the launcher (pid {job['launcher']})")
+            deadline = time.monotonic() + plan_lib.STOP_SECONDS + 30
             while _is_running(folder):
                 if time.monotonic() > deadline:
                     raise UserError(f"the launcher of {name} (pid {job['launcher']}) does not end")
@@ -245,7 +224,7 @@ def delete(name: str) -> None:
         _, job = _read(name)
         if not job.get("delete"):
             raise UserError(f"no machines of {name} are known")
-        _, error = read_output(job["delete"], _DELETE_SECONDS)
+        _, error = plan_lib.read_output(job["delete"], _DELETE_SECONDS)
         if error and "NOT_FOUND" not in error:
             raise UserError(f"{error}; try again with `bert-jax launch delete {name}`")
         files.write_json(folder / _FILE, job | {"delete": ()})
@@ -253,7 +232,7 @@ def delete(name: str) -> None:
 
 def _call(command: Sequence[str]) -> int:
     try:
-        return exit_status(subprocess.run(command, check=False))
+        return plan_lib.exit_status(subprocess.run(command, check=False))
     except FileNotFoundError:
         raise UserError(f"{command[0]} is not on the PATH") from None
     except KeyboardInterrupt:  # of following

@@ -33,7 +33,6 @@ _INSTALL = {
     "kubectl": "install it and run `gcloud container clusters get-credentials CLUSTER`",
     "sbatch": "run this on a login node of a Slurm cluster",
     "sky": "pip install 'skypilot[gcp]' (or [aws], …) and run `sky check`",
-    "git": "install git",
 }
 
 
@@ -56,9 +55,8 @@ class Plan(NamedTuple):
     # () if the exit status is reliable.
     confirm: Sequence[str] = ()
     delete: Sequence[str] = ()  # deletes the machines; () if the engine does so
-    keep: bool = (
-        False  # whether the machines remain; else they are deleted, also if no run could start
-    )
+    # Whether the machines remain; else they are deleted, also if no run could start.
+    keep: bool = False
     retry_statuses: frozenset[int] = frozenset()  # exit statuses after which the run is repeated
     restarts: int = 0  # maximum number of repetitions
     query: Sequence[str] = ()  # what the engine's `ask` needs besides the name
@@ -74,18 +72,15 @@ def script(plan: Plan) -> str:
     lines = []
     for path, content in plan.files.items():
         end = f"END OF {os.path.basename(path)}"
-        lines += [
-            f"mkdir -p {shlex.quote(os.path.dirname(path))}",
-            f"cat > {shlex.quote(path)} <<'{end}'",
-            f"{content}{end}",
-        ]
+        lines.append(f"mkdir -p {shlex.quote(os.path.dirname(path))}")
+        lines.append(f"cat > {shlex.quote(path)} <<'{end}'\n{content}{end}")
     lines += map(shlex.join, plan.setup)
     background = " &" if len(plan.processes) > 1 else ""
     for process in plan.processes:
         settings = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
         lines.append(" ".join([*settings, shlex.join(process.command)]) + background)
-    lines += ["wait"] if background else []
-    lines += [shlex.join(plan.delete)] if plan.delete and not plan.keep else []
+    lines += ["wait"] * bool(background)
+    lines += [shlex.join(plan.delete)] * bool(plan.delete and not plan.keep)
     return "\n".join(lines)
 
 
@@ -105,10 +100,9 @@ def run(plan: Plan) -> int:
             files.write(path, content)
 
     status, errors, restarts, early_failures = EXIT_INTERRUPTED, [], 0, 0
-    delete = () if plan.keep else plan.delete
-    price = (
-        f"the machines cost ${plan.dollars_per_hour:,.2f} an hour" if plan.dollars_per_hour else ""
-    )
+    delete, price = () if plan.keep else plan.delete, ""
+    if plan.dollars_per_hour:
+        price = f"the machines cost ${plan.dollars_per_hour:,.2f} an hour"
     with record_signals() as received:
         while not received:
             command, status = _run_commands(plan.setup, received)
@@ -127,10 +121,8 @@ def run(plan: Plan) -> int:
             is_early = time.monotonic() - start_time < _EARLY_SECONDS
             early_failures = early_failures + 1 if is_early else 0
             if early_failures == _MAX_EARLY_FAILURES:
-                errors.append(
-                    f"{early_failures} times in a row the run was not reached or ended within a minute "
-                    f"(exit status {status})"
-                )
+                times = f"{early_failures} times in a row the run was not reached or ended within a minute"
+                errors.append(f"{times} (exit status {status})")
                 break
             restarts += 1
             wait = backoff_seconds(early_failures - 1) if is_early else 0.0
@@ -142,11 +134,8 @@ def run(plan: Plan) -> int:
         if received and plan.stop and (status or plan.processes):  # the run is on other machines
             say("a run that has started continues; the same command follows it again")
             status, delete = EXIT_INTERRUPTED, ()
-        if delete:
-            _, failure = _run_commands([delete], received)
-            if failure:
-                command = shlex.join(delete)
-                errors.append(f"{command} exited with status {failure}: run it again")
+        if delete and (failure := _run_commands([delete], received)[1]):
+            errors.append(f"{shlex.join(delete)} exited with status {failure}: run it again")
     if plan.delete and not delete:
         verb = "delete" if plan.keep else "stop"
         price = price or "the machines cost money while they exist"

@@ -58,10 +58,7 @@ def make_plan(on: str, job: Job, options: dict[str, Any]) -> Plan:
     if on == "tpu-vm":
         _check_tpu_vm(job)
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", job.name):
-        raise UserError(
-            f"--name {job.name}: use up to 40 lowercase letters, digits and hyphens, starting with a "
-            "letter"
-        )
+        raise UserError(f"--name {job.name}: use a letter, then up to 39 of a-z, 0-9 and hyphens")
     folder = job.folder if storage.is_remote(job.folder) else os.path.abspath(job.folder)
     return engine(job, **options)._replace(name=job.name, folder=folder)
 
@@ -72,47 +69,31 @@ def _flag(key: str) -> str:
 
 def _check_value(name: str, value: str) -> None:
     if not value.isprintable():  # shells, YAML and Slurm treat these differently
-        raise UserError(
-            f"{name} {value!r} contains a line break or another unprintable character: remove it"
-        )
+        raise UserError(f"{name} {value!r} has a line break or unprintable character: remove it")
     if _CREDENTIAL.search(value):
-        raise UserError(
-            f"{name} looks like a credential, which every user of the machine could read: use the "
-            "machines' service account, or set it in their environment"
-        )
+        advice = "use a service account, or set it in the environment of the machines"
+        raise UserError(f"{name} looks like a credential, which others could read: {advice}")
 
 
 def _check_remote(on: str, job: Job) -> None:
     """Check that the paths exist on other machines, which have the checkout or an image."""
     if job.command[0] == "sweep":
-        raise UserError(
-            f"--on {on}: the results of a sweep would be lost with the disk of the worker: use "
-            f"`bert-jax sweep --on {on}`, which launches each training run"
-        )
-    config = job.config
-    if config and not base.has_checkout():
-        raise UserError(
-            f"--config {config}: this file is on this machine only: give the name of a config and its "
-            "settings, or launch from a checkout that has it"
-        )
-    if config and (os.path.isabs(config) or not (base.CHECKOUT / config).exists()):
-        raise UserError(
-            f"--config {config}: workers run in a copy of {base.CHECKOUT}; give a path relative to it"
-        )
+        advice = f"use `bert-jax sweep --on {on}`, which launches each training run"
+        raise UserError(f"--on {on}: the results of a sweep would be lost: {advice}")
+    is_sent = base.has_checkout() and (base.CHECKOUT / job.config).exists()
+    if job.config and (os.path.isabs(job.config) or not is_sent):
+        advice = "give the name of a config and settings, or a path relative to a checkout"
+        raise UserError(f"--config {job.config}: workers do not receive this file: {advice}")
     if _is_here(job.folder):
-        raise UserError(
-            f"{job.folder} would be lost with the disk of the worker: give a folder on object "
-            "storage, gs://BUCKET/… or s3://BUCKET/…, or on a disk that the machines share"
-        )
+        advice = "give gs://BUCKET/…, s3://BUCKET/…, or a folder on a disk that the machines share"
+        raise UserError(f"{job.folder} would be lost with the disk of the worker: {advice}")
     for path in job.inputs:
         # Sources of text are [KIND:]GLOB[@WEIGHT].
         local = re.sub(r"@[\d.]+$", "", path.partition(":")[2] or path)
         exists = os.path.exists(local) or glob.glob(local, recursive=True)
         if not storage.is_remote(path) and exists and _is_here(local):
-            raise UserError(
-                f"{local} is on this machine only: copy it, as in `gcloud storage cp -r {local} "
-                "gs://BUCKET/`, and give its new path"
-            )
+            copy = f"`gcloud storage cp -r {local} gs://BUCKET/`"
+            raise UserError(f"{local} is on this machine only: give a copy, made as by {copy}")
 
 
 def _is_here(path: str) -> bool:
@@ -127,10 +108,7 @@ def _is_here(path: str) -> bool:
 def _check_tpu_vm(job: Job) -> None:
     """Check that the verb runs on workers, and that they receive what is in the checkout."""
     if job.command[0] == "prepare":
-        raise UserError(
-            "--on tpu-vm starts a process on every machine, and prepare runs in one: use --on sky, "
-            "gke or slurm"
-        )
+        raise UserError("--on tpu-vm: prepare runs in one process: use --on sky, gke or slurm")
     if not base.has_checkout():
         return  # they receive a wheel
     git = ["git", "-C", str(base.CHECKOUT)]
@@ -138,20 +116,13 @@ def _check_tpu_vm(job: Job) -> None:
     of_code = ("--", ".", ":(exclude,glob)**/results.jsonl")
     changes, error = read_output([*git, "status", "--porcelain", "--untracked-files=no", *of_code])
     if error:
-        raise UserError(
-            f"{base.CHECKOUT} is not a git checkout ({error}): --on tpu-vm sends the workers a commit"
-        )
+        raise UserError(f"{base.CHECKOUT} is not a git checkout, which workers receive: {error}")
     if changes:
         changed = changes.split("\n")[0].split(maxsplit=1)[1]
-        raise UserError(
-            f"{base.CHECKOUT} has uncommitted changes ({changed}, …), and workers receive the "
-            "commit: commit or stash them"
-        )
+        advice = "workers receive the commit: commit or stash them"
+        raise UserError(f"{base.CHECKOUT} has uncommitted changes ({changed}, …): {advice}")
     if job.config and read_output([*git, "ls-files", "--error-unmatch", job.config])[1]:
-        raise UserError(
-            f"--config {job.config} is not committed, and workers receive the commit: add and "
-            "commit it"
-        )
+        raise UserError(f"--config {job.config} is not committed: workers receive the commit")
 
 
 def job_name(text: str, max_length: int = 40) -> str:

@@ -3,11 +3,7 @@
 python -m bert_jax.tools.launch.wheel PATH
 """
 
-import base64
-import csv
-import hashlib
 import importlib.metadata
-import io
 import pathlib
 import sys
 import zipfile
@@ -21,28 +17,25 @@ _OF_INSTALLATION = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 
 def write(path: pathlib.Path) -> None:
     """Write the wheel: the files that the installed package lists, and a new list of them."""
-    package = importlib.metadata.distribution("bert-jax")
+    listed = importlib.metadata.distribution("bert-jax").files or ()
     kept = [
         file
-        for file in package.files or ()
+        for file in listed
         if file.parts[0] != ".." and file.name not in _OF_INSTALLATION and file.suffix != ".pyc"
     ]
-    info = next((file.parts[0] for file in kept if file.parts[0].endswith(".dist-info")), "")
-    if not info or not any(file.parts[0] == "bert_jax" for file in kept):
+    record = next((file.as_posix() for file in listed if file.name == "RECORD"), "")
+    if not record or not any(file.parts[0] == "bert_jax" for file in kept):
         raise UserError("the installed bert-jax does not list its files: reinstall it with pip")
-    record = io.StringIO()
-    lines = csv.writer(record, lineterminator="\n")
+    lines = [f"{record},,\n"]
     with (
         files.atomic_write(path) as beside,
         zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as wheel,
     ):
         for file in kept:
-            content = file.read_binary()
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
-            lines.writerow([file.as_posix(), f"sha256={digest}", len(content)])
-            wheel.writestr(file.as_posix(), content)
-        lines.writerow([f"{info}/RECORD", "", ""])
-        wheel.writestr(f"{info}/RECORD", record.getvalue())
+            wheel.writestr(file.as_posix(), file.read_binary())
+            digest = f"{file.hash.mode}={file.hash.value}" if file.hash else ""
+            lines.append(f"{file.as_posix()},{digest},{file.size or ''}\n")
+        wheel.writestr(record, "".join(lines))
 
 
 if __name__ == "__main__":

@@ -69,9 +69,7 @@ def has_checkout() -> bool:
     return (CHECKOUT / "configs").is_dir()
 
 
-def check_one_machine(
-    job: Job, option: str, parts: int | float, where: str = "on one machine"
-) -> None:
+def check_one_machine(job: Job, option: str, parts: int, where: str = "on one machine") -> None:
     """Check that an option gives a verb that runs in one process no more than one machine or process."""
     if parts > 1 and not job.is_distributed:
         raise UserError(f"{option}: {job.command[0]} runs {where}")
@@ -82,9 +80,7 @@ def check_accelerator(on: str, job: Job, accelerator: str) -> None:
     if job.command[0] in ("pretrain", "finetune") and not accelerator:
         raise UserError(f"--on {on} needs --accelerator for {job.command[0]}")
     if job.command[0] == "prepare" and accelerator:
-        raise UserError(
-            f"--accelerator {accelerator}: prepare runs in one process, on CPUs; remove it"
-        )
+        raise UserError(f"--accelerator {accelerator}: prepare runs on CPUs; remove it")
 
 
 def tpu_topology(job: Job, accelerator: str, vm: bool = False) -> Topology:
@@ -95,7 +91,7 @@ def tpu_topology(job: Job, accelerator: str, vm: bool = False) -> Topology:
         raise UserError(f"{option}: choose from {', '.join(tpus)}")
     most = topology.chip.most_on_vm if vm else CHIPS_PER_VM
     where = f"on one machine, of at most {most} chips"
-    check_one_machine(job, option, max(topology.chips / most, topology.slices), where)
+    check_one_machine(job, option, max(-(-topology.chips // most), topology.slices), where)
     return topology
 
 
@@ -110,22 +106,15 @@ def slice_type(topology: Topology, optional: bool = False) -> tuple[str, str]:
         return f"{kind}-{cores}", software
     if optional:
         return "", software
-    raise UserError(
-        f"--accelerator {topology.name}: only the shapes of accelerator types can be created, such as "
-        f"{topology.kind}-8 and {topology.kind}-16"
-    )
+    known = f"{topology.kind}-8 and {topology.kind}-16"
+    raise UserError(f"--accelerator {topology.name}: use accelerator types, such as {known}")
 
 
 class _Dumper(yaml.SafeDumper):
     """Writes scripts as blocks of lines, as people do."""
 
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, "|" if text.endswith("\n") else None
-    ),
-)
+    def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
+        return super().represent_scalar(tag, value, "|" if value.endswith("\n") else style)
 
 
 def to_yaml(content: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from bert_jax.runtime.chips import CHIPS_PER_VM
 from bert_jax.tools.launch.engines import base
@@ -26,7 +25,7 @@ def plan(
 
     JobSet (https://jobset.sigs.k8s.io) must be installed in the cluster, as xpk and Cluster Toolkit do.
     """
-    variables, nodes, resources = dict(job.environment), {}, {}
+    variables, nodes, resources, annotations = dict(job.environment), {}, {}, {}
     slices = machines = 1
     base.check_accelerator("gke", job, accelerator)
     if accelerator:
@@ -42,23 +41,25 @@ def plan(
             "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.shape)),
         }
         resources = {"limits": {"google.com/tpu": on_a_machine}}
+        # Each job has a node pool, that is a slice, for itself.
+        exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+        annotations = {exclusive: "cloud.google.com/gke-nodepool"}
     if spot:
         nodes["cloud.google.com/gke-spot"] = "true"
+    container = {
+        "name": "bert-jax",
+        "image": image,
+        # Kubernetes expands $(NAME), and turns $$ into $.
+        "command": [part.replace("$", "$$") for part in ["bert-jax", *job.command]],
+        "env": [{"name": k, "value": v.replace("$", "$$")} for k, v in variables.items()],
+        "resources": resources,
+    }
     pod = {
         **({"serviceAccountName": service_account} if service_account else {}),
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(STOP_SECONDS),
         "nodeSelector": nodes,
-        "containers": [
-            {
-                "name": "bert-jax",
-                "image": image,
-                # Kubernetes expands $(NAME), and turns $$ into $.
-                "command": [part.replace("$", "$$") for part in ["bert-jax", *job.command]],
-                "env": [{"name": k, "value": v.replace("$", "$$")} for k, v in variables.items()],
-                "resources": resources,
-            }
-        ],
+        "containers": [container],
     }
     if slices > 1:  # between slices, a host's own network is faster than that of Kubernetes
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -76,21 +77,16 @@ def plan(
     labels = {"jobset.sigs.k8s.io/jobset-name": job.name}
     if queue:
         labels["kueue.x-k8s.io/queue-name"] = queue
-    metadata: dict[str, Any] = {"name": job.name, "labels": labels}
-    if accelerator:  # each job has a node pool, that is a slice, for itself
-        exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-        metadata["annotations"] = {exclusive: "cloud.google.com/gke-nodepool"}
+    replicated = {"name": "slice", "replicas": slices, "template": {"spec": slice_job}}
     stop = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": metadata,
+        "metadata": {"name": job.name, "labels": labels, "annotations": annotations},
         "spec": {
             "ttlSecondsAfterFinished": _KEPT_SECONDS,
             "failurePolicy": {"maxRestarts": restarts, "rules": [stop]},
-            "replicatedJobs": [
-                {"name": "slice", "replicas": slices, "template": {"spec": slice_job}}
-            ],
+            "replicatedJobs": [replicated],
         },
     }
     path = str(base.state_folder(job.name) / "jobset.yaml")
@@ -123,22 +119,13 @@ def ask(name: str, query: Sequence[str]) -> State:
     pods = [pod.get("status", {}) for pod in json.loads(text)["items"]] if text else []
     if "Failed" in ended:
         output, _ = read_output(["kubectl", "logs", label, "--prefix", "--tail=5"])
-        exits = [
-            container["state"]["terminated"]["exitCode"]
-            for pod in pods
-            for container in pod.get("containerStatuses", [])
-            if "terminated" in container["state"]
-        ]
+        states = (each["state"] for pod in pods for each in pod.get("containerStatuses", []))
+        exits = [state["terminated"]["exitCode"] for state in states if "terminated" in state]
         status = next((code for code in exits if code in base.FINAL), max(exits, default=0))
-        return State(
-            "failed", status or None, f"{ended['Failed'].get('message', '')}\n{output or ''}"
-        )
+        message = ended["Failed"].get("message", "")
+        return State("failed", status or None, f"{message}\n{output or ''}")
     if any(pod.get("phase") == "Running" for pod in pods):
         return State("running")
-    reasons = [
-        each.get("message", "")
-        for pod in pods
-        for each in pod.get("conditions", [])
-        if each["status"] == "False"
-    ]
+    conditions = (each for pod in pods for each in pod.get("conditions", []))
+    reasons = [each.get("message", "") for each in conditions if each["status"] == "False"]
     return State("waiting", text=next(filter(None, reasons), error))

@@ -49,11 +49,9 @@ def plan(
     base.check_one_machine(job, f"--nodes {nodes}", nodes)
     base.check_accelerator("sky", job, accelerator)
     is_tpu = accelerator.startswith("tpu")
-    resources: dict[str, Any] = {
-        "use_spot": spot,
-        # Preempted machines are always replaced. 75: stopped by a signal, state saved.
-        "job_recovery": {"recover_on_exit_codes": [EXIT_INTERRUPTED]},
-    }
+    # Preempted machines are always replaced. 75: stopped by a signal, state saved.
+    recovery = {"recover_on_exit_codes": [EXIT_INTERRUPTED]}
+    resources: dict[str, Any] = {"use_spot": spot, "job_recovery": recovery}
     if accelerator:
         resources["accelerators"] = accelerator
     if is_tpu:  # SkyPilot's default runtime is wrong for some slices
@@ -71,10 +69,9 @@ def plan(
         task["envs"] = job.environment
     if image:
         resources["image_id"] = f"docker:{image}"
-        start = "cd /opt/bert_jax && exec"  # SkyPilot starts in its own folder
-        program = "bert-jax"
+        program = "cd /opt/bert_jax && exec bert-jax"  # SkyPilot starts in its own folder
     else:
-        start = "exec"
+        program = "exec venv/bin/bert-jax"
         extras = "[cloud,tpu]" if is_tpu else "[cloud,cuda13]" if accelerator else "[cloud]"
         if base.has_checkout():
             task["workdir"], package = str(base.CHECKOUT), f"--editable '.{extras}'"
@@ -85,8 +82,7 @@ def plan(
             task["file_mounts"] = {f"~/{base.WHEEL}": wheel}
             package = f"~/{base.WHEEL}'{extras}'"
         task["setup"] = _SKY_SETUP.format(package=package)
-        program = "venv/bin/bert-jax"
-    task["run"] = f"{processes}{start} {shlex.join([program, *job.command])}\n"
+    task["run"] = f"{processes}{program} {shlex.join(job.command)}\n"
     path = str(base.state_folder(job.name) / "sky.yaml")
     return Plan(
         files={path: base.to_yaml(task)},

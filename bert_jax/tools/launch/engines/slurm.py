@@ -34,8 +34,7 @@ def plan(
     base.check_one_machine(job, f"--nodes {nodes}", nodes)
     tasks = (gpus or 1) if job.is_distributed else 1
     sizes = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={cpus}"]
-    if gpus:
-        sizes.append(f"--gpus-per-node={gpus}")
+    sizes += [f"--gpus-per-node={gpus}"] if gpus else []
     output = f"{job.name}-%j.out"
     submit = ["sbatch", f"--job-name={job.name}", f"--output={output}", *sizes, *extra]
     options = [f"--restarts={restarts}"]

@@ -48,23 +48,19 @@ def plan(
     ]
     delete = [*_QUEUED, "delete", job.name, *location, "--force", "--quiet"]
     folder = base.state_folder(job.name)
-    script, code = (
-        folder / "job.sh",
-        folder / ("code.bundle" if base.has_checkout() else base.WHEEL),
-    )
+    script, code = folder / "job.sh", folder / base.WHEEL
     pack = [sys.executable, "-m", "bert_jax.tools.launch.wheel", str(code)]
     if base.has_checkout():
+        code = folder / "code.bundle"
         pack = ["git", "-C", str(base.CHECKOUT), "bundle", "create", "--quiet", str(code), "HEAD"]
     follow = _on_workers(job.name, location, "follow")
     # Where a worker copies its log, as a URL.
     logs = f"{job.folder.rstrip('/')}/logs" if storage.is_remote(job.folder) else ""
-    exports = [f"export {shlex.quote(variable)}\n" for variable in job.assignments]
-    lines = [
-        *("cd ~/bert_jax\n", "export BERT_JAX_DISTRIBUTED=auto\n", *exports),
-        f"exec ~/venv/bin/{shlex.join(['bert-jax', *job.command])}\n",
-    ]
+    lines = ["cd ~/bert_jax", "export BERT_JAX_DISTRIBUTED=auto"]
+    lines += [f"export {shlex.quote(variable)}" for variable in job.assignments]
+    lines += [f"exec ~/venv/bin/{shlex.join(['bert-jax', *job.command])}", ""]
     return Plan(
-        files={str(script): "".join(lines)},
+        files={str(script): "\n".join(lines)},
         setup=[
             ["bash", str(base.SCRIPTS / "tpu_slice.sh"), job.name, *location, "--", *create],
             pack,
