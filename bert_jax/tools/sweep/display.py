@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bert_jax.runs import workdir
 from bert_jax.tools.sweep.folders import PointRun
-from bert_jax.tools.sweep.scheduler import Scheduler
+from bert_jax.tools.sweep.scheduler import Scheduler, say
 from bert_jax.training.summary import duration
 
 _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip
@@ -57,15 +57,14 @@ def display(scheduler: Scheduler) -> Iterator[Callable[[], None]]:
     """
     before, drawn = dict(scheduler.state), 0.0
     if num_done := list(before.values()).count("done"):
-        print(f"{num_done} of {len(before)} points are already done", file=sys.stderr)
+        say(f"{num_done} of {len(before)} points are already done")
 
     def log_changes() -> None:
         for name, state in scheduler.state.items():
             if state != before[name]:
                 before[name] = state
                 log = f" ({scheduler.point_runs[name].log})"
-                log = log if state in ("running", "failed") else ""
-                print(f"{name}: {state}{log}", file=sys.stderr, flush=True)
+                say(f"{name}: {state}{log if state in ('running', 'failed') else ''}")
 
     def redraw() -> None:
         nonlocal before, drawn

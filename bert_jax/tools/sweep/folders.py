@@ -8,7 +8,6 @@ import pathlib
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 from bert_jax import storage
@@ -20,10 +19,9 @@ from bert_jax.tools.launch.request import job_name
 from bert_jax.tools.sweep.points import RUNS, Point
 
 ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
-# Status of an attempt until its end is recorded, which a kill of the sweep can prevent; that of a job that was
-# submitted is None.
+# Status of an attempt until its end is recorded, which a kill of the sweep can prevent.
 STARTED = "started"
-_OPEN = (None, STARTED, EXIT_INTERRUPTED)
+_OPEN = (STARTED, EXIT_INTERRUPTED, None)  # None: a submitted job of an older version
 
 
 class Runs:
@@ -41,7 +39,7 @@ class Runs:
         urls = storage.glob(f"{self.url}/*/{ATTEMPTS}") if self.url else []
         names = [url.split("/")[-2] for url in urls]
         for name, url in zip(names, urls, strict=True):
-            if not _is_done(_attempts(self.folder / name)):
+            if all(attempt["status"] != 0 for attempt in _attempts(self.folder / name)):
                 shutil.rmtree(self.folder / name / OUT, ignore_errors=True)  # older files
                 storage.download([url], [self.folder / name / ATTEMPTS])
         return {*names}
@@ -62,10 +60,6 @@ def _attempts(folder: pathlib.Path) -> list[dict[str, Any]]:
     lines = workdir.read_lines(folder / ATTEMPTS)
     pairs = itertools.pairwise([*lines, {"status": STARTED}])
     return [last for last, following in pairs if following["status"] == STARTED]
-
-
-def _is_done(attempts: Sequence[dict[str, Any]]) -> bool:
-    return any(attempt["status"] == 0 for attempt in attempts)
 
 
 class PointRun:
@@ -104,16 +98,15 @@ class PointRun:
         return _attempts(self.folder)
 
     def add(self, **attempt: Any) -> None:
-        """Record that an attempt has started, was submitted, or has ended."""
+        """Record that an attempt has started or ended."""
         with open(self.folder / ATTEMPTS, "a") as file:
             file.write(json.dumps(attempt) + "\n")
 
     def fetch(self) -> None:
         """Copy the small files of an output on object storage to `files`."""
-        if not self._url:
-            return
         pattern = re.compile(r"(seed_\d+/)?[\w.-]+\.jsonl?")
-        names = [name for name in storage.listing(self.out) if pattern.fullmatch(name)]
+        listing = storage.listing(self.out) if self._url else []
+        names = [name for name in listing if pattern.fullmatch(name)]
         storage.download([f"{self.out}/{n}" for n in names], [self.files / n for n in names])
 
     def push_output(self) -> None:
@@ -131,7 +124,7 @@ class PointRun:
     @property
     def is_done(self) -> bool:
         """Whether the point is complete."""
-        return _is_done(self.attempts())
+        return any(attempt["status"] == 0 for attempt in self.attempts())
 
     @property
     def last_attempt(self) -> dict[str, Any]:

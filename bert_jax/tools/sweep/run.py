@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,7 +17,7 @@ from bert_jax.tools.sweep.display import display
 from bert_jax.tools.sweep.folders import PointRun, Runs
 from bert_jax.tools.sweep.points import Point, Sweep
 from bert_jax.tools.sweep.results import Results, lines_of
-from bert_jax.tools.sweep.scheduler import Engine, Scheduler
+from bert_jax.tools.sweep.scheduler import Engine, Scheduler, say
 
 _POLL_SECONDS = 0.2
 
@@ -37,10 +36,9 @@ def run(sweep: Sweep, runs: str | os.PathLike, engine: Engine) -> int:
         try:
             lines = lines_of(point_run, args)
         except (UserError, OSError, ValueError, KeyError, IndexError) as error:
-            raise UserError(
-                f"cannot read the results of {point_run.point.name} in {point_run.out}: {error!r}; remove "
-                f"{point_run.folder} to run it again"
-            ) from error
+            what = f"the results of {point_run.point.name} in {point_run.out}: {error!r}"
+            advice = f"remove {point_run.folder} to run it again"
+            raise UserError(f"cannot read {what}; {advice}") from error
         results.add(lines)
 
     with files.one_line_errors(f"cannot use the folder {folders.folder}"):
@@ -81,7 +79,7 @@ def dry_run(
     try:
         folders.pull()
     except UserError as error:  # a dry run needs no account
-        print(f"warning: points that are done are unknown: {error}", file=sys.stderr)
+        say(f"warning: points that are done are unknown: {error}")
     point_runs = {point.name: PointRun(point, folders, sweep.args.data) for point in sweep.points}
     to_run = [each.point for each in point_runs.values() if not each.is_done]
     costs, summary = estimate(to_run)
@@ -95,29 +93,25 @@ def dry_run(
 
 
 def _conclude(scheduler: Scheduler, interrupted: bool) -> int:
-    state = scheduler.state
-    failed, blocked, stopped, done = (
-        [name for name in state if state[name] == kind]
-        for kind in ("failed", "blocked", "stopped", "done")
-    )
-    for name in failed:
+    names: dict[str, list[str]] = {}
+    for name, state in scheduler.state.items():
+        names.setdefault(state, []).append(name)
+    for name in names.get("failed", ()):
         point_run = scheduler.point_runs[name]
-        print(f"{name} failed: {point_run.last_log_line()} ({point_run.log})", file=sys.stderr)
-    if blocked:
-        print(f"not run, as points they need are not done: {', '.join(blocked)}", file=sys.stderr)
-    if stopped and not interrupted:
-        print(f"stopped by `bert-jax launch stop`: {', '.join(stopped)}", file=sys.stderr)
-    print(f"{len(done)} of {len(state)} points done", file=sys.stderr)
+        say(f"{name} failed: {point_run.last_log_line()} ({point_run.log})")
+    if blocked := names.get("blocked"):
+        say(f"not run, as points they need are not done: {', '.join(blocked)}")
+    if (stopped := names.get("stopped")) and not interrupted:
+        say(f"stopped by `bert-jax launch stop`: {', '.join(stopped)}")
+    num_done, num_points = len(names.get("done", ())), len(scheduler.state)
+    say(f"{num_done} of {num_points} points done")
     if interrupted:
-        print("stopped; run the same command to resume", file=sys.stderr)
+        say("stopped; run the same command to resume")
         return EXIT_INTERRUPTED
-    return 0 if len(done) == len(state) else 1
+    return 0 if num_done == num_points else 1
 
 
 def _list_slices(name: str) -> None:
     if names := jobs.with_machines(f"{name}-"):
-        print(
-            f"slices that cost money remain: {', '.join(names)}. The same sweep uses them again; "
-            "`bert-jax launch stop NAME` stops a run, `bert-jax launch delete NAME` deletes a slice",
-            file=sys.stderr,
-        )
+        say(f"slices that cost money remain: {', '.join(names)}. The same sweep uses them again;")
+        say("`bert-jax launch stop NAME` stops a run, `launch delete NAME` deletes a slice")

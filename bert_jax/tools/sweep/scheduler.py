@@ -19,16 +19,9 @@ from typing import Any, NamedTuple
 from bert_jax.data.workers import cores
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, InUse, UserError
 from bert_jax.storage import files
-from bert_jax.tools.launch import jobs
+from bert_jax.tools.launch import jobs, plan
 from bert_jax.tools.launch.engines import SUBMITTED
 from bert_jax.tools.launch.engines.base import FINAL, State, python_command
-from bert_jax.tools.launch.plan import (
-    KILLED,
-    backoff_seconds,
-    exit_status,
-    signal_groups,
-    start_logged,
-)
 from bert_jax.tools.sweep.folders import STARTED, PointRun, Runs
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
@@ -58,11 +51,10 @@ class Engine(NamedTuple):
         command += ["--force"] * (point.verb == "vocab")
         if not self.is_launched(point):
             return [*python_command(), *command]
-        is_on_slice = self.on == "tpu-vm"
-        job = job or ("slice" if is_on_slice else point_run.job_name)
+        on_slice = self.on == "tpu-vm"
+        job = job or ("slice" if on_slice else point_run.job_name)
         options = ["--on", self.on, "--name", job, *self.options_of(point.verb)]
-        options += ["--keep"] if is_on_slice else []
-        return [*python_command(), "launch", *options, "--", *command]
+        return [*python_command(), "launch", *options, *["--keep"] * on_slice, "--", *command]
 
     def options_of(self, verb: str) -> list[str]:
         """Return the arguments of `launch` for points of a verb; of two for one option the last counts."""
@@ -84,13 +76,13 @@ class Engine(NamedTuple):
         return self.on in SUBMITTED and self.is_launched(point)
 
 
-def _call(function: Callable[[str], Any], job: str) -> futures.Future:
+def _call(function: Callable[[Any], Any], argument: Any) -> futures.Future:
     """Call a function in a thread, which does not keep the process from ending, as those of executors do."""
     future = futures.Future()
 
     def run() -> None:
         try:
-            future.set_result(function(job))
+            future.set_result(function(argument))
         except Exception as error:
             future.set_exception(error)
 
@@ -108,34 +100,28 @@ class _Slices:
     def __init__(self, name: str, count: int, of: dict[str, str], own: Collection[str]):
         self._name, self._count, self.of, self._own = name, count, of, own
         self.broken: set[str] = set()  # slices on which a run may go on that is not followed
-        self._deleting: dict[str, futures.Future] = {}
-        self._left: set[str] = set()  # slices that could not be deleted
+        # By slice; None if it could not be deleted.
+        self._deletions: dict[str, futures.Future | None] = {}
 
-    def _used(self) -> set[str]:
-        """Return the slices that a point has, or that are deleted or cannot be."""
-        return {*self.of.values(), *self._deleting, *self._left}
-
-    def _unused(self) -> list[tuple[str, str]]:
-        """Return the kind and name of the slices that may exist and that no point has."""
-        used = self._used()
-        names = [name for name in jobs.with_machines(f"{self._name}-") if name not in used]
-        return [(name.removeprefix(self._name).rpartition("-")[0], name) for name in names]
+    def _unused(self) -> dict[str, str]:
+        """Return the kind by name of slices that may exist, that no point has and that are not deleted."""
+        names = jobs.with_machines(f"{self._name}-")
+        unused = [n for n in names if n not in {*self.of.values(), *self._deletions}]
+        return {name: name.removeprefix(self._name).rpartition("-")[0] for name in unused}
 
     def take(self, digest: str, kind: str) -> str:
         """Return the slice of a point, if possible one that exists; "" if one is about to be free."""
         if digest in self.of:
             return self.of[digest]
-        taken = {self.of[each] for each in self._own if each in self.of}
-        # Launchers that a killed sweep has left.
-        others = [name for name in {*self.of.values()} - taken if jobs.is_launched(name)]
-        if len(others) + len(taken) >= self._count:
+        # Of this sweep, or of a launcher that a killed sweep has left.
+        taken = {n for each, n in self.of.items() if each in self._own or jobs.is_launched(n)}
+        if len(taken) >= self._count:
             return ""
-        unused = [n for each, n in self._unused() if each == kind and n not in self.broken]
-        name = next((name for name in unused if not jobs.is_launched(name)), "")
-        if not unused:
-            numbered = (f"{self._name}{kind}-{i}" for i in itertools.count())
-            name = next(name for name in numbered if name not in self._used() | self.broken)
-        if name:
+        numbered = (f"{self._name}{kind}-{i}" for i in itertools.count())
+        used = {*self.of.values(), *self._deletions, *self.broken}
+        unused = [n for n, each in self._unused().items() if each == kind and n not in self.broken]
+        names = unused or (name for name in numbered if name not in used)
+        if name := next((name for name in names if not jobs.is_launched(name)), ""):
             self.of[digest] = name
         return name
 
@@ -145,20 +131,26 @@ class _Slices:
         At most `free` points may start. Return whether all deletions that have begun have ended.
         """
         needed = {kind: min(number, free) for kind, number in waiting.items()}
-        for kind, name in self._unused():
+        for name, kind in self._unused().items():
             if name not in self.broken and needed.get(kind, 0) > 0:
                 needed[kind] -= 1
             elif not jobs.is_launched(name):
-                print(f"{name}: deleting the slice", file=sys.stderr, flush=True)
-                self._deleting[name] = _call(jobs.delete, name)
-        for name in [name for name, call in self._deleting.items() if call.done()]:
-            # Such as a launcher that runs, or a full disk.
-            if (error := self._deleting.pop(name).exception()) is not None:
-                self._left.add(name)
-                text = f"{name}: the slice was not deleted: {str(error) or repr(error)}"
-                print(text, file=sys.stderr, flush=True)
+                say(f"{name}: deleting the slice")
+                self._deletions[name] = _call(jobs.delete, name)
+        ended = {name: call for name, call in self._deletions.items() if call and call.done()}
+        for name, call in ended.items():
+            del self._deletions[name]
             self.broken.discard(name)
-        return not self._deleting
+            # Such as a launcher that runs, or a full disk.
+            if (error := call.exception()) is not None:
+                self._deletions[name] = None
+                say(f"{name}: the slice was not deleted: {str(error) or repr(error)}")
+        return not any(self._deletions.values())
+
+
+def say(line: str) -> None:
+    """Print a line to standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass
@@ -210,24 +202,22 @@ class Scheduler:
                     point_run.push()
                 self._finish(point_run)
             elif point_run.is_open and on not in ("local", engine.on):
-                raise UserError(
-                    f"{point_name}: its job {point_run.job} on {on} may run: give --on {on}, or stop it "
-                    f"with `bert-jax launch stop {point_run.job}` and remove {point_run.folder}"
-                )
+                stop = f"`bert-jax launch stop {point_run.job}` and remove {point_run.folder}"
+                raise UserError(f"{point_name}: its job on {on} may run: give --on {on}, or {stop}")
 
     def stop(self) -> None:
         """Start nothing more, and signal local processes to save and exit."""
         self._is_stopping = True
         for running in list(self._running.values()):
-            if running.process is None or running.is_complete:  # a job continues
+            if running.process is None:  # a job continues
                 self._release(running, "stopped")
             else:
-                signal_groups([running.process], signal.SIGTERM)
+                plan.signal_groups([running.process], signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill local processes."""
-        processes = [each.process for each in self._running.values() if not each.is_complete]
-        signal_groups(filter(None, processes), signal.SIGKILL)
+        processes = [running.process for running in self._running.values()]
+        plan.signal_groups(filter(None, processes), signal.SIGKILL)
 
     @property
     def is_over(self) -> bool:
@@ -244,13 +234,10 @@ class Scheduler:
     def update(self) -> None:
         """Handle points that have ended and start those that are ready."""
         for running in list(self._running.values()):
-            if running.is_complete:
-                if time.time() - running.query_time > _UPLOAD_SECONDS:
-                    self._complete(running)
-            elif running.process is None:
-                self._query(running)
-            elif running.process.poll() is not None:
-                self._ended(running, exit_status(running.process))
+            if self._is_stopping and running.process is None:
+                self._release(running, "stopped")
+            elif (end := self._poll(running)) is not None:
+                self._ended(running, end)
         if self._is_stopping:
             return
         waiting = collections.Counter[str]()  # points without a slice, by its kind
@@ -267,9 +254,8 @@ class Scheduler:
             is_queued = self.state[name] == "waiting" and self._engine.is_launched(point_run.point)
             if is_queued and point_run.digest not in self._slices.of:
                 waiting[self._engine.slice_kind(point_run.point.verb)] += 1
-        self._are_deleted = self._slices.delete_idle(
-            waiting, self._engine.jobs - len(self._running)
-        )
+        free = self._engine.jobs - len(self._running)
+        self._are_deleted = self._slices.delete_idle(waiting, free)
 
     def _start(self, name: str, point_run: PointRun) -> None:
         engine, point = self._engine, point_run.point
@@ -280,7 +266,7 @@ class Scheduler:
             except InUse as error:  # by another sweep, or a process that a killed one left
                 if name not in self._in_use:
                     self._in_use.add(name)
-                    print(f"{name}: waiting: {error}", file=sys.stderr, flush=True)
+                    say(f"{name}: waiting: {error}")
                 return
             if point_run.is_done:
                 self._finish(point_run)
@@ -300,93 +286,86 @@ class Scheduler:
             with open(point_run.log, "ab") as log:
                 log.write(f"$ {shlex.join(command)}\n".encode())
                 log.flush()
-                running.process = start_logged(command, log, [lock])
+                running.process = plan.start_logged(command, log, [lock])
         self._running[name] = running
         self.state[name] = "running"
 
-    def _ended(self, running: _Running, status: int) -> None:
-        """Handle the end of a process."""
-        point = running.point_run.point
-        is_launched = self._engine.is_launched(point)
-        if self._engine.is_asynchronous(point) and status != EXIT_USER_ERROR:
-            if status == 0:
-                self._record(running, None)  # submitted
-            running.process = None  # after any other status the job may exist
-            if self._is_stopping:
-                self._release(running, "stopped")
-            return
-        if status == 0:
-            self._complete(running)
-            return
-        if is_launched and status in KILLED:  # the launcher was; the run goes on, on its slice
-            status = EXIT_INTERRUPTED
-        may_pass = status == EXIT_INTERRUPTED
-        is_stopped = self._is_stopping or (is_launched and jobs.was_stopped(running.job))
-        if is_stopped and (may_pass or status in KILLED):
-            self._record(running, status)
-            self._release(running, "stopped")
-            return
-        if is_launched and not may_pass and not jobs.has_ended(running.job):
-            self._slices.broken.add(running.job)
-        self._try_again(running, status, _RESTARTS if may_pass else 0)
-
-    def _query(self, running: _Running) -> None:
-        """Ask for the state of a job, without waiting for the answer; handle one that has come."""
-        if running.answer is None:
+    def _poll(self, running: _Running) -> State | None:
+        """Return the state of a process or job that has ended; None of others."""
+        point, process = running.point_run.point, running.process
+        if running.is_complete:
+            is_due = time.time() - running.query_time > _UPLOAD_SECONDS
+            return State("done") if is_due else None
+        if process is None:
             interval = float(os.environ.get("BERT_JAX_SWEEP_QUERY_SECONDS", 60))
-            if time.time() - running.query_time >= interval:
-                running.answer = _call(jobs.ask, running.job)
-            return
-        if not running.answer.done():
-            return
-        try:
-            state = running.answer.result()
-        except UserError as error:  # it was not launched from this machine
-            state = State("lost", text=str(error))
-        except Exception as error:  # an answer that cannot be read
-            state = State("unknown", text=repr(error))
-        running.answer, running.query_time = None, time.time()
+            if running.answer is None and time.time() - running.query_time >= interval:
+                running.answer = _call(self._ask, running)
+            if running.answer is None or not running.answer.done():
+                return None
+            end, running.answer, running.query_time = running.answer.result(), None, time.time()
+            return end
+        if process.poll() is None:
+            return None
+        status = plan.exit_status(process)
+        if self._engine.is_asynchronous(point) and status != EXIT_USER_ERROR:
+            running.process = None  # the job exists, or may after a status other than 0
+            return None
+        if status == 0:
+            return State("done")
+        is_stopped = self._is_stopping
+        if self._engine.is_launched(point):
+            if status in plan.KILLED:  # the launcher was; the run goes on, on its slice
+                status = EXIT_INTERRUPTED
+            is_stopped = is_stopped or jobs.was_stopped(running.job)
+            if status != EXIT_INTERRUPTED and not jobs.has_ended(running.job):
+                self._slices.broken.add(running.job)
+        may_pass = status == EXIT_INTERRUPTED or status in plan.KILLED
+        return State("stopped" if is_stopped and may_pass else "failed", status)
+
+    def _ask(self, running: _Running) -> State | None:
+        """Return the state of a job that has ended; None of others."""
+        state = jobs.ask(running.job)
         running.note = " ".join([state.kind, *state.text.splitlines()[-1:]])
         running.num_misses = running.num_misses + 1 if state.kind == "lost" else 0
         if state.kind in ("waiting", "running", "unknown") or running.num_misses == 1:
-            return
+            return None
         try:
-            is_done = state.kind == "done" or running.point_run.has_ended()
+            if state.kind == "done" or running.point_run.has_ended():
+                return State("done")
         except UserError as error:  # the storage does not answer
             running.note = str(error)
-            return
-        if is_done:
-            self._complete(running)
-            return
+            return None
         with open(running.point_run.log, "a") as log:
             log.write(f"{running.job}: {state.kind}: {state.text}\n")
-        # EXIT_INTERRUPTED is the status of attempts that may go on.
-        status = EXIT_NEGATIVE if state.status in (None, 0, EXIT_INTERRUPTED) else state.status
-        if state.kind == "stopped":
-            self._record(running, status)
-            self._release(running, "stopped")
-        else:
-            limit = 0 if state.status in FINAL else _RETRIES
-            self._try_again(running, status, limit, running.note)
+        return state
 
-    def _try_again(self, running: _Running, status: int, limit: int, why: str = "") -> None:
-        """Record the end of an attempt; let the point wait for another, or fail after `limit` others."""
-        self._record(running, status)
-        name = running.point_run.point.name
-        if self._restarts[name] >= limit:
-            self._release(running, "failed")
+    def _ended(self, running: _Running, end: State) -> None:
+        """Handle the end of a process or job; after one that may pass, let the point wait for another."""
+        if end.kind == "done":
+            self._complete(running)
             return
-        at_once = status == EXIT_INTERRUPTED and not self._restarts[name]
-        wait = 0.0 if at_once else backoff_seconds(self._restarts[name])
+        name, status = running.point_run.point.name, end.status
+        limit = _RESTARTS if status == EXIT_INTERRUPTED else 0
+        if running.process is None:
+            limit = 0 if status in FINAL else _RETRIES
+            # EXIT_INTERRUPTED is the status of attempts that may go on.
+            status = EXIT_NEGATIVE if status in (None, 0, EXIT_INTERRUPTED) else status
+        self._record(running, status)
+        num_restarts = self._restarts[name]
+        if end.kind == "stopped" or num_restarts >= limit:
+            self._release(running, end.kind if end.kind == "stopped" else "failed")
+            return
+        at_once = status == EXIT_INTERRUPTED and not num_restarts
+        wait = 0.0 if at_once else plan.backoff_seconds(num_restarts)
         self._restarts[name] += 1
         self._not_before[name] = time.time() + wait
-        if why:
-            print(f"{name}: {why}: trying again in {wait:g} s", file=sys.stderr, flush=True)
+        if running.note:
+            say(f"{name}: {running.note}: trying again in {wait:g} s")
         self._release(running, "waiting")
 
     def _complete(self, running: _Running) -> None:
         """Record that a point is done, and upload what other machines need; if that fails, later again."""
-        running.is_complete, running.query_time = True, time.time()
+        running.process, running.is_complete, running.query_time = None, True, time.time()
         try:
             running.point_run.push_output()
             running.point_run.fetch()
@@ -395,8 +374,8 @@ class Scheduler:
             running.point_run.push()
         except UserError as error:
             running.note = str(error)
-            return
-        self._release(running, "done")
+        else:
+            self._release(running, "done")
 
     def _record(self, running: _Running, status: int | str | None) -> None:
         start = datetime.datetime.fromtimestamp(running.start_time, datetime.UTC)
