@@ -102,9 +102,8 @@ class Table:
                 cells.append(column.cell(values) + reference)
             if self.average:
                 is_complete = len(means) == len(self.columns)
-                reference = f" [{statistics.fmean(paper.values()):.1f}]" if paper else ""
-                mean = f"{statistics.fmean(means):.1f}" if is_complete else "not run"
-                cells.append(mean + reference)
+                mean = Column("", factor=1).cell([statistics.fmean(means)] if is_complete else [])
+                cells.append(f"{mean} [{statistics.fmean(paper.values()):.1f}]" if paper else mean)
             rows.append([label, *cells])
         lines = table([self.title, *self.columns, *["average"] * self.average], rows)
         if any(self.paper.get(label, {}).keys() & self.columns.keys() for label in self.rows):
@@ -136,10 +135,7 @@ class Claims:
 
     def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Return a line per claim, and notes on the p-values."""
-        pairs = [
-            (self._values(results, c, c.above), self._values(results, c, c.below))
-            for c in self.claims
-        ]
+        pairs = [[self._values(results, c, x) for x in (c.above, c.below)] for c in self.claims]
         tests = holm([welch(*pair) for pair in pairs])
         lines = list(map(self._line, self.claims, pairs, tests))
         if any(p is not None for p in tests):
@@ -157,14 +153,12 @@ class Claims:
             by_seed.setdefault(seed, []).extend(column.values([line]))
         return [statistics.fmean(values) for values in by_seed.values() if values]
 
-    def _line(self, claim: Claim, values: tuple[list[float], list[float]], p: float | None) -> str:
+    def _line(self, claim: Claim, values: Sequence[list[float]], p: float | None) -> str:
         column, (above, below) = self.table.columns[claim.column], values
         text = f"- {claim.column}: {claim.above} better than {claim.below}"
-        paper = [
-            self.table.paper.get(row, {}).get(claim.column) for row in (claim.above, claim.below)
-        ]
-        if None not in paper:
-            text += f" (paper: {paper[0]} and {paper[1]})"
+        rows = [self.table.paper.get(row, {}) for row in (claim.above, claim.below)]
+        if all(claim.column in row for row in rows):
+            text += " (paper: {} and {})".format(*(row[claim.column] for row in rows))
         if not above or not below:
             return f"{text}: not run."
         sign = -1 if claim.lower else 1
@@ -208,9 +202,7 @@ class Curves:
     y: str  # a metric, or "loss" of the held-out curve
     labels: tuple[str, str]  # of the x and y axis
 
-    def points(
-        self, results: Sequence[Result], facts: Mapping[str, Any]
-    ) -> list[tuple[float, float]]:
+    def points(self, results: Sequence[Result], facts: Mapping) -> list[tuple[float, float]]:
         """Return the points of a series: means over seeds."""
         # By step or fact, since seeds reach a step with slightly different tokens and seconds.
         values: dict[float, list[tuple[float, float]]] = {}
@@ -229,19 +221,15 @@ class Curves:
 
     def markdown(self, results: Sequence[Result], folder: pathlib.Path) -> str:
         """Draw the plot, and return a link to it."""
-        from matplotlib.figure import Figure
-
         drawn = {label: self.points(results, facts) for label, facts in self.series.items()}
         if not any(drawn.values()):
             return "not run"
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.add_subplot()
+        axes = _axes(4.0, xlabel=self.labels[0], ylabel=self.labels[1])
         for label, points in drawn.items():
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", ms=3, label=label)
-        axes.set(xlabel=self.labels[0], ylabel=self.labels[1])
         axes.legend(frameon=False)
-        return _save(figure, folder / self.file, f"{self.labels[1]} by {self.labels[0]}")
+        return _save(axes, folder / self.file, f"{self.labels[1]} by {self.labels[0]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,11 +245,9 @@ class Intervals:
         return "\n".join(links) or "not run"
 
     def _draw(self, results: Sequence[Result], folder: pathlib.Path, metric: str) -> str:
-        from matplotlib.figure import Figure
         from scipy import stats
 
-        figure = Figure(figsize=(7, 0.8 + 0.3 * len(self.rows)), layout="constrained")
-        axes = figure.add_subplot(xlabel=metric, ylim=(len(self.rows) - 0.5, -0.5))
+        axes = _axes(0.8 + 0.3 * len(self.rows), xlabel=metric, ylim=(len(self.rows) - 0.5, -0.5))
         axes.set_yticks(range(len(self.rows)), self.rows)  # the first one at the top
         for y, facts in enumerate(self.rows.values()):
             values = Column(metric).values(matching(results, facts))
@@ -269,15 +255,21 @@ class Intervals:
             error = stats.sem(values) * stats.t.ppf(0.975, dof) if dof > 0 else None
             if values:
                 axes.errorbar(statistics.fmean(values), y, xerr=error, fmt="C0o")
-        return _save(figure, folder / f"{metric}.svg", metric)
+        return _save(axes, folder / f"{metric}.svg", metric)
 
 
-def _save(figure: Any, path: pathlib.Path, title: str) -> str:
-    """Write a figure with one plot, and return a link to it."""
-    (axes,) = figure.axes
+def _axes(height: float, **settings: Any) -> Any:
+    """Return the axes of a new figure of a height in inches."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(7, height), layout="constrained").add_subplot(**settings)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    plots.save(figure, path)
+    return axes
+
+
+def _save(axes: Any, path: pathlib.Path, title: str) -> str:
+    plots.save(axes.figure, path)
     return f"![{title}]({path.name})"
 
 

@@ -14,8 +14,7 @@ from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import Config, FinetuneConfig
 from bert_jax.config.sizes import ARCHITECTURES, model_size
 from bert_jax.errors import UserError
-from bert_jax.storage import files
-from bert_jax.tools.report import plots
+from bert_jax.tools.report import page, plots
 from bert_jax.tools.sweep import Point, grid
 from bert_jax.tools.sweep.experiment import Column, Curves, Intervals, Result, Table
 
@@ -89,17 +88,10 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
             raise UserError(f"{folder} holds another sweep: choose another folder, or edit {path}")
         return
     settings = " and ".join(f"{key} ({', '.join(values)})" for key, values in choices.items())
-    with files.one_line_errors(f"cannot write {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        readme = _README.format(
-            title=" and ".join(choices),
-            folder=folder,
-            settings=settings,
-            command=shlex.join(command),
-            curve=_CURVE if has_curve else "",
-        )
-        files.write(folder / "README.md", readme)
-        files.write(path, text)
+    about = {"title": " and ".join(choices), "folder": folder, "settings": settings}
+    about |= {"command": shlex.join(command), "curve": _CURVE if has_curve else ""}
+    page.write(folder / "README.md", _README.format(**about))
+    page.write(path, text)
 
 
 def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Point]:
@@ -117,9 +109,8 @@ def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list
     is_sized = not {"model", "model.hidden"}.isdisjoint(choices)
     if is_sized and "model.feed_forward" not in [*choices, *flags.keys(given)]:
         base = flags.load(given, Config if command[0] == "pretrain" else FinetuneConfig).model
-    return [
-        Point(_label(each), (*command, *_settings(each, base)), each) for each in grid(**choices)
-    ]
+    combinations = grid(**choices)
+    return [Point(_label(x), (*command, *_settings(x, base)), x) for x in combinations]
 
 
 def _settings(facts: Mapping[str, str], base: ModelConfig | None) -> list[str]:
@@ -163,11 +154,9 @@ def blocks(
     }
     columns = {"parameters": _Parameters("parameters"), **metrics}
     curves = Curves("curve.svg", rows, "step", "loss", ("step", "held-out loss (nats)"))
-    return {
-        "table": Table(rows, columns, title=", ".join(choices)),
-        "metrics": Intervals(rows, [*metrics]),
-        **({"curve": curves} if curve else {}),
-    }
+    table = Table(rows, columns, title=", ".join(choices))
+    made: dict[str, Any] = {"table": table, "metrics": Intervals(rows, [*metrics])}
+    return made | ({"curve": curves} if curve else {})
 
 
 def _label(facts: Mapping[str, str]) -> str:

@@ -96,9 +96,8 @@ def without_data(text: str, data: pathlib.Path | str) -> str:
 
 def grid(**choices: Sequence[Any]) -> list[dict[str, Any]]:
     """Return all combinations of the choices; the last one changes fastest."""
-    return [
-        dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())
-    ]
+    combinations = itertools.product(*choices.values())
+    return [dict(zip(choices, values, strict=True)) for values in combinations]
 
 
 class Sweep(NamedTuple):
@@ -158,21 +157,18 @@ def ordered(where: Any, yielded: Iterable[Point], data: Any) -> list[Point]:
         for needed in point.needs:
             add(needed)
         if point.verb not in FOLDER_OPTION:
-            known = ", ".join(FOLDER_OPTION)
-            raise UserError(
-                f"{where}: {point.name}: a sweep cannot run {point.verb!r}; choose one of {known}"
-            )
+            advice = f"choose one of {', '.join(FOLDER_OPTION)}"
+            raise UserError(f"{where}: {point.name}: a sweep cannot run {point.verb!r}; {advice}")
         before, digest = points.setdefault(point.name, point), point.digest(data)
         if before.digest(data) != digest or before.facts != point.facts:
             raise UserError(f"{where}: two different points have the name {point.name!r}")
-        if (name := names.setdefault(digest, point.name)) != point.name:
-            raise UserError(f"{where}: {name!r} and {point.name!r} have the same command")
-        # Results of points with equal facts replace each other (`results.current`).
-        facts = point.verb, json.dumps(point.facts, sort_keys=True)
-        if point.facts and (name := names.setdefault(facts, point.name)) != point.name:
-            raise UserError(
-                f"{where}: {name!r} and {point.name!r} have the same verb and facts: add a fact that differs"
-            )
+        same: dict[str, Any] = {"the same command": digest}
+        if point.facts:  # results of points with equal facts replace each other (`results.current`)
+            facts = point.verb, json.dumps(point.facts, sort_keys=True)
+            same["the same verb and facts: add a fact that differs"] = facts
+        for what, value in same.items():
+            if (name := names.setdefault(value, point.name)) != point.name:
+                raise UserError(f"{where}: {name!r} and {point.name!r} have {what}")
 
     for point in yielded:
         add(point)
@@ -183,10 +179,9 @@ def select(sweep: Sweep, patterns: Sequence[str]) -> Sweep:
     """Return a sweep of the points whose names match any pattern, and their dependencies."""
     if not patterns:
         return sweep
-    chosen = [
-        p for p in sweep.points if any(fnmatch.fnmatch(p.name, pattern) for pattern in patterns)
-    ]
-    if not chosen:
-        names = ", ".join(point.name for point in sweep.points)
-        raise UserError(f"no point matches {' or '.join(patterns)}; choose from {names}")
+    names = [point.name for point in sweep.points]
+    matches = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+    if not matches:
+        raise UserError(f"no point matches {' or '.join(patterns)}; choose from {', '.join(names)}")
+    chosen = [point for point in sweep.points if point.name in matches]
     return sweep._replace(points=ordered(sweep.path, chosen, sweep.args.data))

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import pathlib
@@ -48,8 +47,6 @@ def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
         "facts": point.facts,
         "command": _shell_command(point_run, args.data),
         "digest": point_run.digest,
-    }
-    measured = {
         "wall_seconds": round(sum(attempt["seconds"] for attempt in attempts), 1),
         "attempts": len(attempts),
         "load": last.get("load"),
@@ -60,10 +57,10 @@ def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
     if point.verb not in LAUNCHED:
         path = point_run.files / "metrics.json"
         metrics = json.loads(path.read_text()) if path.exists() else _of_rows(point_run.files)
-        return [{**common, "metrics": metrics, "commit": workdir.commit(), **measured}]
+        return [{**common, "metrics": metrics, "commit": workdir.commit()}]
     out = point_run.files
     runs = sorted(out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [out]
-    lines = [{**common, **measured, **_of_run(run)} for run in runs]
+    lines = [{**common, **_of_run(run)} for run in runs]
     if last.get("on", "local") != "local":
         # Our own measurements are of this machine; the rest is from the run's files.
         steps = sum(line["step_seconds"] for line in lines)
@@ -74,11 +71,10 @@ def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
 
 def _processor() -> str:
     """Return the CPU's model name, or else the architecture."""
-    with contextlib.suppress(OSError):
-        match = re.search(r"^model name\s*: (.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
-        if match:
-            return match[1]
-    return platform.machine()
+    names = []
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        names = re.findall(r"^model name\s*: (.+)$", file.read(), re.M)
+    return names[0] if names else platform.machine()
 
 
 def _of_rows(out: pathlib.Path) -> dict[str, Any]:
@@ -93,7 +89,7 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     config = workdir.read_config(folder)
     speed = curves.read_speed(folder)
     clock = curves.clock(speed)
-    starts = workdir.read_steps(folder / "starts.jsonl")
+    start = workdir.read_steps(folder / "starts.jsonl")[-1]
     defaults = fields_lib.flatten(type(config)())
     # Paths are those of this machine; the command identifies what they refer to.
     changed = {
@@ -101,26 +97,23 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         for key, value in fields_lib.flatten(config).items()
         if defaults.get(key) != value and not (isinstance(value, str) and "/" in value)
     }
-    content = json.dumps(changed, sort_keys=True, default=str)
     curve: dict[str, Any] = {}
     if isinstance(config, FinetuneConfig):
         last = json.loads((folder / "metrics.json").read_text())
-        metrics = {
-            f"{split}.{name}": value
-            for split, values in last.items()
-            if isinstance(values, dict)
-            for name, value in values.items()
-        }
+        splits = {split: values for split, values in last.items() if isinstance(values, dict)}
+        metrics = {f"{split}.{k}": v for split, values in splits.items() for k, v in values.items()}
     else:
-        lines = workdir.read_steps(folder / "metrics.jsonl")
-        train, heldout = (
-            [line for line in lines if line["split"] == split] for split in ("train", "heldout")
-        )
+        by_split: dict[str, list] = {"train": [], "heldout": []}
+        for line in workdir.read_steps(folder / "metrics.jsonl"):
+            by_split.setdefault(line["split"], []).append(line)
+        train, heldout = by_split["train"], by_split["heldout"]
         last, prefix = (heldout[-1], "") if heldout else (train[-1], "train.")
         metrics = {f"{prefix}{k}": v for k, v in last.items() if k not in ("step", "split")}
         curve["curve"] = _curve(heldout, clock, workdir.read_best_by(folder)["best_by"])
     seconds = 3600 * np.diff(clock["hours"])
     flops = sum(line["flops_per_second"] * each for line, each in zip(speed, seconds, strict=True))
+    # The key is traced, too: a key would start the accelerator that the runs of the sweep need.
+    params = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
     return {
         "seed": config.seed,
         "step": last["step"],
@@ -128,15 +121,11 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         "step_seconds": round(float(seconds.sum()), 1),
         "real_tokens": round(clock["tokens"][-1]),
         "flops": float(flops),
-        # The key is traced, too: a key would start the accelerator that the runs of the sweep need.
-        "parameters": parameter_count(
-            jax.eval_shape(lambda: init_params(config.model, jax.random.key(0))), config.model
-        ),
-        "config": json.loads(content),
-        "config_hash": hashlib.sha256(content.encode()).hexdigest()[:10],
-        "commit": starts[-1]["commit"],
-        "devices": starts[-1]["devices"],
-        **{name: starts[-1]["versions"].get(name) for name in _VERSIONS},
+        "parameters": parameter_count(params, config.model),
+        "config": json.loads(json.dumps(changed, sort_keys=True, default=str)),
+        "commit": start["commit"],
+        "devices": start["devices"],
+        **{name: start["versions"].get(name) for name in _VERSIONS},
         **curve,
     }
 
@@ -164,9 +153,7 @@ def _out(point_run: PointRun) -> str:
     return shlex.quote(f"{RUNS}/{point_run.folder.name}/{point_run.files.name}")
 
 
-def _curve(
-    heldout: Sequence[dict[str, Any]], clock: dict[str, Float[np.ndarray, " n"]], loss: str
-) -> dict[str, list]:
+def _curve(heldout: list[dict], clock: dict[str, Float[np.ndarray, " n"]], loss: str) -> dict:
     """Return the held-out loss by step, real tokens and seconds of training (`curves.clock`)."""
     steps = [line["step"] for line in heldout]
     tokens, hours = (np.interp(steps, clock["step"], clock[axis]) for axis in ("tokens", "hours"))
@@ -219,53 +206,37 @@ class Results:
 
     def read(self) -> list[dict[str, Any]]:
         """Return all lines, without an incomplete last one, as a kill leaves it."""
-        if not self.path.exists():
-            return []
-        try:
-            content = self.path.read_text()
-        except UnicodeDecodeError as error:
-            raise UserError(f"cannot read {self.path}: {error}") from None
-        texts = content.splitlines()
-        if texts and not content.endswith("\n") and not _is_json(texts[-1]):
-            texts.pop()
-        return [self._line(i, text) for i, text in enumerate(texts, 1)]
-
-    def _line(self, number: int, text: str) -> dict[str, Any]:
-        where = f"{self.path}, line {number}"
-        try:
-            line = json.loads(text)
-        except ValueError:
-            raise UserError(f"{where} is incomplete: remove it") from None
-        values = line if isinstance(line, dict) else {}
-        keys = (*_KEYS, *_OF_A_RUN) if "step" in values else _KEYS
-        if missing := [name for name in keys if name not in values]:
-            raise UserError(
-                f"{where} has no {missing[0]!r}: an older version wrote it. Remove it; the sweep writes "
-                "it again if the output of the point still exists"
-            )
-        return line
+        lines = []
+        texts = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        for number, text in enumerate(texts, 1):
+            where = f"{self.path}, line {number}"
+            try:
+                line = json.loads(text)
+            except ValueError:
+                if not text.endswith(b"\n"):
+                    break
+                raise UserError(f"{where} is incomplete: remove it") from None
+            values = line if isinstance(line, dict) else {}
+            keys = (*_KEYS, *_OF_A_RUN) if "step" in values else _KEYS
+            if missing := [name for name in keys if name not in values]:
+                advice = "remove it; the sweep writes it again if the output of the point exists"
+                raise UserError(f"{where} has no {missing[0]!r}, as of an older version: {advice}")
+            lines.append(line)
+        return lines
 
     def add(self, lines: Sequence[dict[str, Any]]) -> None:
         """Append the lines of new executions, and those of points whose command is current again."""
         with files.one_line_errors(f"cannot write {self.path}"), open(self.path, "ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # another process may run this sweep
-            known = {key(line): _execution(line) for line in current(self.read())}
+            written = self.read()
+            known = {key(line): _execution(line) for line in current(written)}
             new = [line for line in lines if known.get(key(line)) != _execution(line)]
             if not new:
                 return
             content = self.path.read_bytes()
             tail = content.rpartition(b"\n")[2]
-            if _is_json(tail):
+            if tail and len(content.splitlines()) == len(written):  # only its newline is missing
                 file.write(b"\n")
             else:
                 file.truncate(len(content) - len(tail))
             file.write("".join(json.dumps(line) + "\n" for line in new).encode())
-
-
-def _is_json(text: str | bytes) -> bool:
-    """Whether a text is valid JSON."""
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
