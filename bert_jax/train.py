@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from bert_jax import storage
-from bert_jax.config.schema import FinetuneConfig, TrainConfig
+from bert_jax.config.schema import FinetuneConfig, TrainConfig, model_at
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError, with_user_paths
 from bert_jax.inference.fill_mask import MaskProbe
@@ -97,7 +97,9 @@ def train(
     metric = phases[0].objective.best_metric
     init, shapes = initial_state(config, phases[0], mesh)
     texts = getattr(config, "sample_texts", ())
-    sampler = MaskProbe(config.model, vocabulary, texts, mesh) if texts else None
+    models = [model_at(config, phase.end_step) for phase in phases]
+    probes = {m.rope_theta: MaskProbe(m, vocabulary, texts, mesh) for m in models if texts}
+    samplers = [probes.get(model.rope_theta) for model in models]
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(open_session(folder, config, vocabulary, data, metric, force))
         folder, step = run.folder, run.step
@@ -140,7 +142,7 @@ def train(
             compiling.result()
             monitors.progress.restart()
         step = _run_steps(
-            config, phases, mesh, run, monitors, programs, state, sampler, summarize_trace
+            config, phases, mesh, run, monitors, programs, state, samplers, summarize_trace
         )
         end = describe_end(run, step, time.monotonic() - start_time, metric.name)
         for line in summary.end_lines(end):
@@ -158,7 +160,7 @@ def _run_steps(
     monitors: Monitors,
     programs_of: Callable[[int], Programs],
     state: State,
-    sampler: MaskProbe | None,
+    samplers: Sequence[MaskProbe | None],
     summarize_trace: Summarize | None,
 ) -> int:
     """Run the steps from that of `run` on; log, evaluate and save. Return the number of steps done."""
@@ -171,7 +173,7 @@ def _run_steps(
     for index, phase in enumerate(phases):
         if step >= phase.end_step or early_stopping.is_over:
             continue
-        programs = programs_of(index)
+        programs, sampler = programs_of(index), samplers[index]
         log.begin(phase, step)
         batches = phase.batches(
             step - phase.first_step,

@@ -251,3 +251,6 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
                 f"config.{batch_size_key(config, i)} {batch_size} is not divisible by accumulation "
                 f"{accumulation} (phase {i})"
             )
+    last = len(config.phases) - 1
+    requirement = "0 in the last phase: set config.model.rope_theta"
+    require(config.phases[last].rope_theta == 0, f"phases[{last}].rope_theta", requirement)

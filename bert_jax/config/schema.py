@@ -111,6 +111,10 @@ class PhaseConfig:
     batch_size: int = not_negative(0)
     # As config.accumulation, which 0 takes.
     accumulation: int = not_negative(0)
+    # Base of "rope" in layers with global attention during this phase; 0 takes model.rope_theta, which
+    # the last phase always has. ModernBERT (Warner et al., arXiv 2412.13663, section 2.2) has 10,000 at
+    # T=1024, then 160,000 at T=8192.
+    rope_theta: float = not_negative(0.0)
 
 
 @dataclasses.dataclass
@@ -385,6 +389,15 @@ def phase_ends(config: Config) -> list[int]:
         ends.append(round(share * config.steps))
     ends[-1:] = [config.steps]  # the fractions sum to 1 up to rounding
     return ends
+
+
+def model_at(config: TrainConfig, step: int) -> ModelConfig:
+    """Return the model after `step` steps: that of the config, with the base of "rope" of the phase."""
+    if not isinstance(config, Config):
+        return config.model
+    phases = zip(config.phases, phase_ends(config), strict=True)
+    phase = next((phase for phase, end in phases if step <= end), config.phases[-1])
+    return dataclasses.replace(config.model, rope_theta=phase.rope_theta or config.model.rope_theta)
 
 
 def profiled_steps(config: TrainConfig) -> range:

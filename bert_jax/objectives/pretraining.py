@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax.config.schema import Config, phase_ends
+from bert_jax.config.schema import Config, model_at, phase_ends
 from bert_jax.data import rows
 from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.loader import Batch, RowDataset, batches, heldout_batches, row_indices
@@ -205,17 +205,20 @@ def _phase(
     teacher: warm_start.Teacher | None = None,
 ) -> Phase:
     """Return phase i with an implementation of attention, without batches."""
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, attention=implementation)
-    )
-    phase_config = config.phases[i]
+    phase_config, (first, end) = config.phases[i], [0, *phase_ends(config)][i : i + 2]
+    if phase_config.rope_theta and config.model.position_kind != "rope":
+        raise UserError(
+            f"config.phases[{i}].rope_theta is {phase_config.rope_theta}: it must be 0 with "
+            f"config.model.position_kind={config.model.position_kind!r}"
+        )
+    model = dataclasses.replace(model_at(config, end), attention=implementation)
+    config = dataclasses.replace(config, model=model)
     if objective is None and teacher:
         objective = distillation.objective(config, teacher)
     if objective is None:
         objective = CausalLM if config.model.causal else MaskedLM
         if config.model.electra.generator_hidden:
             objective = ReplacedTokens
-    first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase_config.batch_size or config.batch_size
     empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))
     if config.masking.final_rate:

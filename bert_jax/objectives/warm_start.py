@@ -137,7 +137,8 @@ def open_start(
     """Load the model that a pretraining run continues from.
 
     Encoder and heads start from its parameters, with a fresh optimizer and schedule. The run's config
-    decides which heads there are, may extend the positions, and sets how the model is computed.
+    decides which heads there are, may extend the positions, may change the base of "rope", and sets how
+    the model is computed.
 
     Args:
         config: validated config of the run.
@@ -163,6 +164,9 @@ def open_start(
                 f"config.model.positions is {positions}, {init}'s is {source.positions}: positions can "
                 "be extended, not removed; remove the setting"
             )
+    if is_set("rope_theta") and requested.rope_theta != source.rope_theta:
+        free.add("rope_theta")
+        notes.append(f"rope_theta: {source.rope_theta:,.0f} changed to {requested.rope_theta:,.0f}")
     model = inherit(
         dataclasses.replace(requested, positions=source.positions),
         source,

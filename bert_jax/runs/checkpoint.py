@@ -20,7 +20,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from bert_jax import storage
 from bert_jax.config.model import LoraConfig
-from bert_jax.config.schema import CheckpointConfig, TrainConfig
+from bert_jax.config.schema import CheckpointConfig, TrainConfig, model_at
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes
@@ -421,7 +421,8 @@ def load_model(
     """Return the config, vocabulary, parameters and step of a checkpoint of a workdir.
 
     `which` is "best" (by the held-out metric of its task, on the rows of the last phase), "latest", or a
-    step number. Attention and kernels are set to "xla", which runs anywhere, and adapters are merged.
+    step number. Attention and kernels are set to "xla", which runs anywhere, adapters are merged, and the
+    base of "rope" is that of the step's phase.
     """
     config = workdir.read_config(folder)
     config.model.attention = config.model.kernels = "xla"
@@ -446,6 +447,7 @@ def load_model(
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params, _ = checkpoints.restore(step, abstract(shapes(config.model), sharding))
     checkpoints.close()
+    config.model = model_at(config, step)
     if config.model.lora.rank:
         params = merge_lora(params, config.model.lora)
         config.model.lora = LoraConfig()

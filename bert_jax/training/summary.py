@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bert_jax.config.schema import Config, TrainConfig
+from bert_jax.config.schema import Config, TrainConfig, model_at
 from bert_jax.errors import counted, with_user_paths
 from bert_jax.model import attention
 from bert_jax.model.bert import Params
@@ -61,6 +61,11 @@ def start_lines(
         f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.compute_dtype}; "
         + attention.attention_line(config, *hardware, [p.tokens for p in phases], kept)
     )
+    thetas = [model_at(config, phase.end_step).rope_theta for phase in phases]
+    if len(set(thetas)) > 1:
+        yield "rope_theta: " + ", then ".join(
+            f"{x:,.0f} at T={p.tokens}" for x, p in zip(thetas, phases, strict=True)
+        )
     yield with_user_paths(
         f"workdir: {folder}; {counted(config.steps, 'step')}; log: {folder / workdir.LOG}"
     )
