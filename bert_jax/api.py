@@ -333,7 +333,7 @@ def pretrain(
         texts: documents, each a text with one paragraph or sentence per line. They are written to
             `workdir/data`, with the vocabulary and the rows. To resume, pass them again or not; others
             are refused. Not with a workdir on object storage.
-        rows: instead of texts, folders of rows, one per phase.
+        rows: instead of texts, folders of rows, one per phase; "A=0.7,B=0.3" mixes two.
         vocab: folder of a vocabulary for the texts; "" takes that of `init`, or trains one.
         vocab_size: size of the vocabulary to train.
         objective: class of an `Objective` with the constructor of `objectives.masked_lm.MaskedLM`,

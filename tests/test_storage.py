@@ -24,6 +24,7 @@ import pytest
 from bert_jax import cli, storage, train
 from bert_jax.config.schema import CheckpointConfig
 from bert_jax.data import loader
+from bert_jax.data.mixture import Mixture
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
@@ -543,6 +544,19 @@ def test_remote_rows_equal_local_rows(remote_rows, rows, cache):
         np.testing.assert_array_equal(values, near.read(order)[name])
     assert far.is_local
     assert len(list(cache.rglob("*.arrayrecord"))) == len(near._shards)
+
+
+@on_both
+def test_remote_rows_are_mixed(remote_rows, rows, cache):
+    far, near = (
+        Mixture(
+            [loader.RowDataset(folder, "train") for folder in pair], [1.0, 2.0], 0.0, [0, 0], True
+        )
+        for pair in ((remote_rows, rows()), (rows(), rows()))
+    )
+    order = far.indices(np.arange(700), 0)
+    for name, values in far.read(order).items():
+        np.testing.assert_array_equal(values, near.read(order)[name])
 
 
 @on_both

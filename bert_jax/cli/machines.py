@@ -30,7 +30,7 @@ _PATHS = {
 }
 # Keys of configs that are paths.
 _CONFIG_PATHS = re.compile(
-    r"distill\.teacher|phases\[\d+\]\.rows|task\.(data|train|dev|test|labels)"
+    r"distill\.teacher|phases\[\d+\]\.(mixture\[\d+\]\.)?rows|task\.(data|train|dev|test|labels)"
 )
 
 

@@ -93,7 +93,7 @@ def _config(options) -> None:
 
 
 @verb(
-    repeatable("--rows", "DIR", "rows of each phase, in order"),
+    repeatable("--rows", "DIR", "rows of each phase, in order; DIR=0.7,DIR=0.3 mixes folders"),
     *START,
     option(
         "--cache",

@@ -6,6 +6,7 @@ constraints of single fields beside them; those of several fields are in `checks
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,11 +99,23 @@ class OptimConfig:
 
 
 @dataclasses.dataclass
+class SourceConfig:
+    """A folder of rows that a phase mixes with others."""
+
+    # Folder written by `bert-jax prepare`.
+    rows: str = ""
+    # Share of the tokens, relative to the other folders.
+    weight: float = positive(1.0)
+
+
+@dataclasses.dataclass
 class PhaseConfig:
     """A part of the run with its own rows: BERT trains on T=128 first, then T=512."""
 
     # Folder written by `bert-jax prepare`.
     rows: str = ""
+    # Folders to mix, in place of `rows`. --rows A=0.7,B=0.3 sets them.
+    mixture: tuple[SourceConfig, ...] = ()
     # T that the rows must have; 0 accepts any.
     tokens: int = not_negative(0)
     # Fraction of config.steps.
@@ -115,6 +128,11 @@ class PhaseConfig:
     # the last phase always has. ModernBERT (Warner et al., arXiv 2412.13663, section 2.2) has 10,000 at
     # T=1024, then 160,000 at T=8192.
     rope_theta: float = not_negative(0.0)
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of rows; [] if none is set."""
+        return [source.rows for source in self.mixture] or [self.rows] * bool(self.rows)
 
 
 @dataclasses.dataclass
@@ -262,6 +280,13 @@ class Config(TrainConfig):
     # are stretched linearly ("interpolated").
     new_positions: str = one_of("copied", "interpolated")
     phases: tuple[PhaseConfig, ...] = (PhaseConfig(),)
+    # Multiply the weights of a mixture by n ** (1 / mixture_temperature), n being the tokens of a folder:
+    # 1 is in proportion to them, higher values raise the share of small folders (XLM: Lample and Conneau,
+    # arXiv 1901.07291, has 1.4 to 2). 0 takes the weights alone.
+    mixture_temperature: float = not_negative(0.0)
+    # Read the folders of a mixture again and again. If false, those that have no rows left are left out,
+    # and the others share their tokens; only the last one left is repeated.
+    mixture_repeats: bool = True
     # Warm-up as a fraction of the steps; 0 takes optim.warmup_steps.
     warmup_fraction: float = below_one(0.0)
     # Rows that fail their checksum: "stop" with an error that names the first, or "skip": warn
@@ -363,16 +388,27 @@ def take_rows(config: Config, folders: Sequence[str]) -> None:
 
     Args:
         config: the config, which is changed.
-        folders: folders of rows, one per phase; () to keep those of the config.
+        folders: folders of rows, one per phase; () to keep those of the config. "A=0.7,B=0.3" is a
+            mixture; with a single phase, the parts of one may also be given apart.
     """
+    if len(config.phases) == 1 and len(folders) > 1 and _mixture(joined := ",".join(folders)):
+        folders = [joined]
     if folders and len(folders) != len(config.phases):
         raise UserError(
             f"--rows: {counted(len(folders), 'folder')} for {counted(len(config.phases), 'phase')} "
             f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}) of the config: pass one "
-            "per phase, or choose a config with one phase, such as base,128"
+            "per phase (A=0.7,B=0.3 mixes two), or choose a config with one phase, such as base,128"
         )
     for phase, rows in zip(config.phases, folders, strict=bool(folders)):
-        phase.rows = rows
+        phase.mixture = _mixture(rows)
+        phase.rows = "" if phase.mixture else rows
+
+
+def _mixture(text: str) -> tuple[SourceConfig, ...]:
+    """Return the folders of FOLDER=WEIGHT,FOLDER=WEIGHT,…; () for anything else, a path."""
+    parts = [re.fullmatch(r"(.+)=(\d+(?:\.\d*)?)", part) for part in text.split(",")]
+    sources = [SourceConfig(part[1], float(part[2])) for part in parts if part]
+    return tuple(sources) if len(sources) == len(parts) > 1 else ()
 
 
 def batch_size_key(config: TrainConfig, i: int) -> str:

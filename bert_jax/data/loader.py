@@ -10,7 +10,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -29,6 +29,19 @@ _OPEN_SHARDS = 256
 # For random access. By default a reader reads 1 MB for each record.
 _READER_OPTIONS, _BUFFER_BYTES = "readahead_buffer_size:0,max_parallelism:0", 4096
 HELDOUT_SEED = 0  # constant, so that all runs evaluate on the same rows
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Rows in a shuffled order, of one folder or several (`mixture.Mixture`)."""
+
+    def indices(self, positions: Int[np.ndarray, " m"], seed: int) -> Int[np.ndarray, " m"]:
+        """Return the indices of the rows at positions of the order."""
+        ...
+
+    def read(self, indices: Int[np.ndarray, " m"]) -> Batch:
+        """Return the rows at `indices`."""
+        ...
 
 
 class _Unreadable(ValueError):
@@ -179,6 +192,10 @@ class RowDataset:
             rows = [self._read_or_skip(int(index)) for index in indices]
             return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
+    def indices(self, positions: Int[np.ndarray, " m"], seed: int) -> Int[np.ndarray, " m"]:
+        """Return the indices of the rows at positions of the order, an endless sequence of epochs."""
+        return shuffled(positions, len(self), seed)
+
     def _decode(self, records: list[bytes]) -> Batch:
         arrays = self._format.decode(records)
         self._format.check(arrays)
@@ -230,7 +247,7 @@ def prefetched(
 
 
 def batches(
-    rows: RowDataset,
+    rows: Rows,
     batch_size: int,
     seed: int,
     first_step: int,
@@ -255,17 +272,15 @@ def batches(
 
     def batch_of(step: int) -> Batch:
         first = step * batch_size + offset + process * local
-        return rows.read(shuffled(np.arange(first, first + local), len(rows), seed))
+        return rows.read(rows.indices(np.arange(first, first + local), seed))
 
     return prefetched(batch_of, first_step, end_step, threads=2)
 
 
-def row_indices(
-    rows: RowDataset, batch_size: int, seed: int, step: int, offset: int = 0
-) -> list[int]:
+def row_indices(rows: Rows, batch_size: int, seed: int, step: int, offset: int = 0) -> list[int]:
     """Return the indices of the rows of a step's global batch (arguments as of `batches`)."""
     first = step * batch_size + offset
-    return shuffled(np.arange(first, first + batch_size), len(rows), seed).tolist()
+    return rows.indices(np.arange(first, first + batch_size), seed).tolist()
 
 
 def heldout_batches(

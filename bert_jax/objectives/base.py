@@ -85,6 +85,14 @@ class Objective(abc.ABC):
         """Return a short text of a summary for the progress bar."""
 
 
+class Source(NamedTuple):
+    """A folder of a mixture: its share of the tokens, its epochs in the phase, its held-out batches."""
+
+    share: float
+    epochs: float
+    heldout: Callable[[int, int], Iterator[Batch]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """Steps from `first_step` up to `end_step` with one objective.
@@ -102,6 +110,7 @@ class Phase:
         row_indices: step, counted likewise, to the indices in the data set of the rows of its global
             batch; in fine-tuning, of its examples.
         heldout: (process, processes) to a process's part of the held-out batches.
+        sources: in a phase with a mixture, its folders by name, whose held-out batches replace `heldout`.
         smaller_batch_sizes: other row counts that steps can have, determined by the step number.
     """
 
@@ -116,6 +125,7 @@ class Phase:
     row_indices: Callable[[int], list[int]]
     heldout: Callable[[int, int], Iterator[Batch]]
     smaller_batch_sizes: tuple[int, ...] = ()
+    sources: Mapping[str, Source] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         """Check that the objective allows gradient accumulation."""

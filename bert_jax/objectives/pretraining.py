@@ -1,10 +1,10 @@
 """The phases of a pretraining run: its rows, their checks, and the objective of each phase."""
 
-import collections
 import copy
 import dataclasses
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,14 +13,14 @@ import jax
 import numpy as np
 
 from bert_jax.config.schema import Config, model_at, phase_ends
-from bert_jax.data import rows
+from bert_jax.data import mixture, rows
 from bert_jax.data import vocabulary_files as vocabularies
 from bert_jax.data.loader import Batch, RowDataset, batches, heldout_batches, row_indices
 from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
 from bert_jax.objectives import distillation, masking, warm_start
-from bert_jax.objectives.base import Objective, Phase
+from bert_jax.objectives.base import Objective, Phase, Source
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.electra import ReplacedTokens
 from bert_jax.objectives.masked_lm import MaskedLM
@@ -70,22 +70,25 @@ def make_phases(
     teacher = None
     vocabulary: Any = None
     kept = workdir.attention_at(folder) if folder else {}
-    rows_read: collections.Counter[str] = collections.Counter()  # by digest
+    rows_read: dict[str, int] = {}  # by digest
     for i, phase_config in enumerate(config.phases):
-        if not phase_config.rows:
+        folders = phase_config.folders
+        if not folders:
             raise UserError(
                 f"phase {i} has no rows: add --rows DIR (once per phase, in order) or "
                 f"--config.phases[{i}].rows=DIR; `bert-jax prepare` creates them"
             )
-        train, heldout = (
-            RowDataset(phase_config.rows, split, skip) for split in ("train", "heldout")
+        trains, heldouts = (
+            [RowDataset(folder, split, skip) for folder in folders]
+            for split in ("train", "heldout")
         )
-        train.verify()
-        heldout.verify()
-        manifest = train.manifest
-        _check_rows(config, i, manifest, vocabulary.sha256 if vocabulary else "")
+        for dataset in (*trains, *heldouts):
+            dataset.verify()
+        for place, train in zip(folders, trains, strict=True):
+            _check_rows(config, i, place, train.manifest, vocabulary.sha256 if vocabulary else "")
+        manifest = _merged(i, folders, [train.manifest for train in trains])
         if vocabulary is None:
-            vocabulary = _open_vocabulary(phase_config.rows, manifest, model.segments, i)
+            vocabulary = _open_vocabulary(folders[0], manifest, model.segments, i)
         config.model.vocab_size = manifest.vocab_size
         if config.distill.teacher and teacher is None:
             teacher = warm_start.open_teacher(config, vocabulary)
@@ -100,8 +103,33 @@ def make_phases(
             config, i, manifest.format, implementation, mask_id, continuation, objective, teacher
         )
         # Phases on the same rows, such as for a batch-size warm-up, continue their epoch.
+        used = [rows_read.get(train.manifest.digest, 0) for train in trains]
+        count = phase.batch_size * (phase.end_step - phase.first_step)
+        held = [
+            # No more rows than one accumulation part, which is known to fit the device.
+            functools.partial(
+                heldout_batches,
+                heldout,
+                phase.batch_size // phase.accumulation,
+                config.evaluate_rows,
+            )
+            for heldout in heldouts
+        ]
+        train, offset, read = trains[0], used[0], [used[0] + count]
+        sources: dict[str, Source] = {}
+        if phase_config.mixture:
+            weights = [source.weight for source in phase_config.mixture]
+            train, offset = (
+                mixture.Mixture(
+                    trains, weights, config.mixture_temperature, used, config.mixture_repeats
+                ),
+                0,
+            )
+            read = train.rows_before(count).tolist()
+            epochs = [(n - m) / len(x) for n, m, x in zip(read, used, trains, strict=True)]
+            each = map(Source, train.shares.tolist(), epochs, held)
+            sources = dict(zip(_names(folders), each, strict=True))
         order = (train, phase.batch_size, config.seed)
-        offset = rows_read[manifest.digest]
         phases.append(
             dataclasses.replace(
                 phase,
@@ -112,19 +140,30 @@ def make_phases(
                     functools.partial(batches, *order, offset=offset),
                 ),
                 row_indices=functools.partial(row_indices, *order, offset=offset),
-                # No more rows than one accumulation part, which is known to fit the device.
-                heldout=functools.partial(
-                    heldout_batches,
-                    heldout,
-                    phase.batch_size // phase.accumulation,
-                    config.evaluate_rows,
-                ),
+                heldout=phase.heldout if sources else held[0],
+                sources=sources,
             )
         )
-        rows_read[manifest.digest] += phase.batch_size * (phase.end_step - phase.first_step)
+        rows_read |= {x.manifest.digest: n for x, n in zip(trains, read, strict=True)}
     if start is not None:
         data[0] |= start.to_dict()
     return config, vocabulary, data, phases
+
+
+def _merged(i: int, folders: list[str], manifests: list[rows.Manifest]) -> rows.Manifest:
+    """Return the manifest of all folders of phase i."""
+    where = f"phase {i}: {', '.join(folders)}"
+    if len({*folders}) < len(folders):
+        raise UserError(
+            f"{where}: a folder occurs twice; give it once, with the sum of the weights"
+        )
+    return mixture.merged(manifests, where)
+
+
+def _names(folders: list[str]) -> list[str]:
+    """Return names of folders for metrics: the last part of each path, with its number if that is not unique."""
+    names = [re.sub(r"[^\w.-]", "_", x.rstrip("/").rpartition("/")[2]) for x in folders]
+    return [x if names.count(x) == 1 else f"{x}_{i}" for i, x in enumerate(names)]
 
 
 def _open_vocabulary(folder: str, manifest: rows.Manifest, segments: int, i: int) -> Vocabulary:
@@ -172,11 +211,16 @@ def abstract_phases(
         phases, without batches.
     """
     config = _with_warmup(config)
-    manifests = [rows.read_manifest(phase.rows) if phase.rows else None for phase in config.phases]
+    manifests = [
+        _merged(i, phase.folders, [*map(rows.read_manifest, phase.folders)])
+        if phase.folders
+        else None
+        for i, phase in enumerate(config.phases)
+    ]
     vocab_sizes = [manifest.vocab_size for manifest in manifests if manifest]
     for i, manifest in enumerate(manifests):
         if manifest:
-            _check_rows(config, i, manifest, "")
+            _check_rows(config, i, ", ".join(config.phases[i].folders), manifest, "")
         elif not config.phases[i].tokens:
             raise UserError(
                 f"phase {i} has neither rows nor tokens: set --config.phases[{i}].tokens=128"
@@ -267,9 +311,11 @@ def _rows_to_dict(manifest: rows.Manifest) -> dict[str, Any]:
     return {"digest": manifest.digest, **description}
 
 
-def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: str) -> None:
+def _check_rows(
+    config: Config, i: int, folder: str, manifest: rows.Manifest, vocab_sha256: str
+) -> None:
     phase, model = config.phases[i], config.model
-    where = f"phase {i}: {phase.rows}"
+    where = f"phase {i}: {folder}"
     if phase.tokens and manifest.tokens != phase.tokens:
         raise UserError(
             f"{where} has rows of T={manifest.tokens}, but config.phases[{i}].tokens is "
@@ -287,7 +333,7 @@ def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: s
         )
     if vocab_sha256 and manifest.vocab_sha256 != vocab_sha256:
         raise UserError(
-            f"{where} was prepared with another vocabulary than {config.phases[0].rows}"
+            f"{where} was prepared with another vocabulary than {config.phases[0].folders[0]}"
         )
     if model.next_sentence and manifest.pairs != "nsp":
         raise UserError(

@@ -179,8 +179,8 @@ def open_start(
     config = dataclasses.replace(copy.deepcopy(config), model=model)
     validate(config)
     for i, phase in enumerate(config.phases):
-        if phase.rows:
-            check_vocabulary(f"phase {i}: {phase.rows}", phase.rows, vocabulary, init)
+        for folder in phase.folders:
+            check_vocabulary(f"phase {i}: {folder}", folder, vocabulary, init)
 
     params = {
         path: change_vocabulary(path, value, source, model)

@@ -30,7 +30,8 @@ def make_evaluate(
 
     It compiles once. Masks depend on the index of the row alone, so evaluations differ only in their
     parameters, whatever the size of the batch. On a single device, at most `rows_at_a_time` rows of a
-    batch are computed together (0: all).
+    batch are computed together (0: all). Metrics of a mixture are means over its folders, weighted by their
+    shares, and the objective's `best_metric` is also returned for each: as "masked_lm_loss/NAME".
     """
     objective = phase.objective
 
@@ -54,12 +55,12 @@ def make_evaluate(
         outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
         return jax.tree.map(lambda x: x.sum(0), loss_terms), outputs
 
-    def evaluate(params: Params) -> dict[str, float]:
+    def evaluate_rows(params: Params, heldout: Callable) -> dict[str, float]:
         total = None
 
         def batches_and_outputs() -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
             nonlocal total
-            for i, batch in enumerate(phase.heldout(*sharding.process_row_shard(mesh))):
+            for i, batch in enumerate(heldout(*sharding.process_row_shard(mesh))):
                 with jax.set_mesh(mesh):
                     loss_terms, outputs = measure(params, sharding.shard_batch(batch, mesh), i)
                 total = loss_terms if total is None else jax.tree.map(jnp.add, total, loss_terms)
@@ -73,6 +74,18 @@ def make_evaluate(
         scores = objective.score(itertools.chain(first, results))
         collections.deque(results, 0)  # `total` is of all batches, whatever `score` reads
         return {**means(total), **scores}
+
+    def evaluate(params: Params) -> dict[str, float]:
+        if not phase.sources:
+            return evaluate_rows(params, phase.heldout)
+        results = {name: evaluate_rows(params, x.heldout) for name, x in phase.sources.items()}
+        results = {name: metrics for name, metrics in results.items() if metrics}
+        total, best = sum(phase.sources[name].share for name in results), objective.best_metric.name
+        mixed: collections.Counter[str] = collections.Counter()
+        for name, metrics in results.items():
+            weight = phase.sources[name].share / total
+            mixed.update({key: weight * value for key, value in metrics.items()})
+        return {**mixed, **{f"{best}/{name}": x[best] for name, x in results.items()}}
 
     return evaluate
 
@@ -94,11 +107,11 @@ def evaluate_workdir(
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, Config)
     phase_config = dataclasses.replace(config.phases[-1], fraction=1.0)
-    if not (rows or phase_config.rows):
+    if not (rows or phase_config.folders):
         raise UserError(f"{folder} was trained on no rows: add --rows DIR")
     if rows:
         check_vocabulary(rows, rows, vocabulary, str(folder))
-        phase_config = dataclasses.replace(phase_config, rows=rows, tokens=0)
+        phase_config = dataclasses.replace(phase_config, rows=rows, mixture=(), tokens=0)
     num_rows = 0 if every_row else config.evaluate_rows  # 0 means all
     config = dataclasses.replace(
         config, phases=(phase_config,), evaluate_rows=num_rows, distill=DistillConfig()
@@ -110,5 +123,5 @@ def evaluate_workdir(
     if metrics := make_evaluate(phase, mesh, rows_at_a_time)(params):
         return step, phase.objective.summarize(metrics)
     raise UserError(
-        f"{phase_config.rows} has no held-out rows: prepare them with --heldout-fraction, or pass --rows"
+        f"{', '.join(phase_config.folders)} has no held-out rows: prepare them with --heldout-fraction, or pass --rows"
     )

@@ -148,9 +148,8 @@ class Log:
             return {}
         summary = self._phase.objective.summarize(metrics)
         self._write(step, "heldout", summary)
-        self._progress.say(
-            f"step {step:,}: held-out {self._phase.objective.progress_text(summary)}"
-        )
+        text = self._phase.objective.progress_text(summary) + sources_text(summary)
+        self._progress.say(f"step {step:,}: held-out {text}")
         return summary
 
     def samples(self, step: int, lines: list[dict[str, Any]]) -> None:
@@ -216,6 +215,13 @@ class Log:
                 )
 
 
+def sources_text(metrics: dict[str, Any]) -> str:
+    """Return a text of the losses of a mixture's folders, which are metrics with a "/"; "" without any."""
+    losses = {key.partition("/")[2]: value for key, value in metrics.items() if "/" in key}
+    texts = ", ".join(f"{name} {value:.3f}" for name, value in losses.items())
+    return f" ({texts})" if texts else ""
+
+
 def print_json(line: dict[str, Any]) -> None:
     """Print a line for the reader of `--json`, if there is one."""
     if Progress.shown and Progress.json_lines:
@@ -237,6 +243,7 @@ class EarlyStopping:
         self.patience = getattr(config, "patience", 0)
         self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
         self._since = best["since"]
+        self.by_source: dict[int, dict[str, float]] = {}  # by step, of a mixture's folders
         self._values: list[tuple[float, int]] = []  # and their steps
         for line in workdir.read_steps(folder / "metrics.jsonl"):
             if line.get("split") == "heldout" and line["step"] <= step:
@@ -246,6 +253,7 @@ class EarlyStopping:
         """Add the metrics of an evaluation; those on other rows than the last phase's do not count."""
         if self._metric in metrics and metrics["step"] >= self._since:
             self._values.append((self._sign * metrics[self._metric], metrics["step"]))
+            self.by_source[metrics["step"]] = {k: x for k, x in metrics.items() if "/" in k}
 
     @property
     def best(self) -> tuple[int | None, float | None]:

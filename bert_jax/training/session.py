@@ -167,6 +167,7 @@ def describe_end(run: Session, step: int, seconds: float, metric: str) -> dict[s
         "metric": metric,
         "best_step": best_step,
         "best": best,
+        **run.early_stopping.by_source.get(best_step or 0, {}),
         "checkpoint": with_user_paths(str(run.checkpoints.folder_of(run.checkpoints.best_step()))),
     }
 

@@ -14,6 +14,7 @@ from bert_jax.objectives import warm_start
 from bert_jax.objectives.base import Phase
 from bert_jax.runs import workdir
 from bert_jax.runtime import device, sharding
+from bert_jax.training.log import sources_text
 
 # Held-out losses of fewer masked tokens have a standard error above 0.1 nats.
 _MIN_HELDOUT_TARGETS = 500
@@ -51,6 +52,12 @@ def start_lines(
             sum(rows[split][key] for rows in different)
             for split, key in (("train", "rows"), ("train", "real_tokens"), ("heldout", "rows"))
         )
+        for phase in phases:
+            parts = (
+                f"{name} {x.share:.1%} of the tokens, {x.epochs:.2g} epochs"
+                for name, x in phase.sources.items()
+            )
+            yield from ["mixture: " + "; ".join(parts)] * bool(phase.sources)
         yield (
             f"data: {counted(train, 'row')} with {tokens:,} real tokens, "
             f"{epochs} epochs; {counted(heldout, 'row')} held out"
@@ -132,7 +139,7 @@ def end_lines(end: dict[str, Any]) -> Iterator[str]:
     yield f"finished step {end['step']:,} after {duration(end['seconds'])}"
     result = ""
     if end["best"] is not None:
-        result = f"best held-out {end['metric']} {end['best']:.4f} at step {end['best_step']:,}; "
+        result = f"best held-out {end['metric']} {end['best']:.4f} at step {end['best_step']:,}{sources_text(end)}; "
     yield f"{result}checkpoint: {end['checkpoint']}"
 
 

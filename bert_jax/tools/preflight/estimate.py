@@ -81,7 +81,7 @@ def preflight(
         entries.append({
             **entry,
             "steps": steps,
-            "rows_from": config.phases[i].rows or None,
+            "rows_from": ", ".join(config.phases[i].folders) or None,
             "hours": steps * entry["roofline"]["step_seconds"] / 3600,
             "expected_hours": steps * entry["expected_step_seconds"] / 3600,
         })  # fmt: skip
@@ -101,7 +101,8 @@ def preflight(
             jax.eval_shape(phases[0].objective.init, jax.random.key(0)), config.model
         ),
         "vocab_size": config.model.vocab_size,
-        "vocab_size_assumed": not has_vocab_size and not any(phase.rows for phase in config.phases),
+        "vocab_size_assumed": not has_vocab_size
+        and not any(phase.folders for phase in config.phases),
         "phases": entries,
         "fits": all(entry["fits"] for entry in entries),
         "utilization": {**utilization, "assumed": chip.utilization is None},

@@ -50,5 +50,6 @@ def _without_rows(config: Config, point: Point, topology: Topology) -> tuple[Con
     config = copy.deepcopy(config)
     prepared = [needed.options for needed in point.needs if needed.verb == "prepare"]
     for phase, options in zip(config.phases, [*prepared, *[{}] * len(config.phases)], strict=False):
-        phase.rows, phase.tokens = "", int(options.get("--tokens", 0)) or phase.tokens
+        phase.rows, phase.mixture = "", ()
+        phase.tokens = int(options.get("--tokens", 0)) or phase.tokens
     return config, topology, max([1, *(int(each.get("--sequences", 1)) for each in prepared)])
