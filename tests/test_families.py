@@ -8,6 +8,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -358,6 +359,14 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
     for one, other in zip(repeated.to_tuple(), expected.to_tuple(), strict=False):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    export(str(tmp_path / "in"), tmp_path / "graph", kind="onnx")
+    graph = onnxruntime.InferenceSession(tmp_path / "graph" / "model.onnx")
+    results = graph.run(None, {x.name: theirs[x.name].numpy() for x in graph.get_inputs()})
+    for output, value in zip(graph.get_outputs(), results, strict=True):
+        pair = (value, expected[output.name].numpy())
+        assert pair[0].shape == pair[1].shape
+        value, other = (x[real] if x.shape[:2] == real.shape else x for x in pair)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=output.name)
     if rest == "ForSequenceClassification":
         export(str(tmp_path / "in"), tmp_path / "bare", heads="none")
         bare = transformers.AutoModel.from_pretrained(tmp_path / "bare").eval()

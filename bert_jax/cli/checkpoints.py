@@ -114,6 +114,11 @@ def _extend_vocab(options) -> None:
         "all masked_lm none",
         "all, or only those of BertForMaskedLM, or none as in BertModel",
     ),
+    choice(
+        "--format",
+        "safetensors onnx onnx-int8",
+        "weights for transformers, a graph for ONNX Runtime, or also one with int8 weights",
+    ),
     argument("--license", help="license in the model card, such as apache-2.0"),
     repeatable("--language", "CODE", "language in the model card, such as en"),
     platform="",
@@ -125,6 +130,7 @@ def _export(options) -> None:
     bert-jax export --workdir runs/mini --out mini-fill-mask --heads masked_lm
     bert-jax export --workdir runs/mini --out mini-steps --checkpoint all --license mit --language en
     bert-jax export --workdir runs/mini --push my-name/mini --private
+    bert-jax export --workdir runs/rte --out rte-onnx --format onnx-int8
 
     --checkpoint all writes every checkpoint of a run, to a folder step_N each. With --push they become
     branches step_N, and the best one main.
@@ -165,7 +171,9 @@ def _write_export(options, out: str) -> tuple[dict[str, pathlib.Path], str]:
 
     card = {name: value for name in ("license", "language") if (value := getattr(options, name))}
     if options.checkpoint == "all":
-        steps = export_all(options.init, out, options.heads, card, options.push or "")
+        steps = export_all(
+            options.init, out, options.heads, card, options.push or "", options.format
+        )
         folders = {f"step_{step}": pathlib.Path(out, f"step_{step}") for step in steps}
         result = ", ".join(folders)
         if options.push:
@@ -174,9 +182,12 @@ def _write_export(options, out: str) -> tuple[dict[str, pathlib.Path], str]:
     path, branch = options.push or "PATH", options.revision or "main"
     revisions = [options.revision] if options.revision else []
     settings = export(
-        options.init, out, options.checkpoint, options.heads, None, card, path, revisions
+        *(options.init, out, options.checkpoint, options.heads),
+        *(None, card, path, revisions, options.format),
     )
     name = settings["architectures"][0]
+    if options.format != "safetensors":
+        return {branch: pathlib.Path(out)}, f"{name} as a graph for ONNX Runtime"
     path = options.push or out
     argument = f', revision="{branch}"' if options.revision else ""
     result = f'{name}; load it with transformers.{name}.from_pretrained("{path}"{argument})'

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 
 from bert_jax import storage
 from bert_jax.config import fields as fields_lib
@@ -21,6 +20,7 @@ from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
 from bert_jax.convert.tokenizer import tokenizer_files
 from bert_jax.data import vocabulary_files as vocabularies
+from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes, split_generator
 from bert_jax.model.flops import parameter_count
@@ -44,8 +44,9 @@ def export(
     card: Mapping[str, Any] = MappingProxyType({}),
     name: str = "PATH",
     revisions: Sequence[str] = (),
+    kind: str = "safetensors",
 ) -> dict[str, Any]:
-    """Write config.json, model.safetensors, the tokenizer's files and a model card.
+    """Write config.json, the weights, the tokenizer's files and a model card.
 
     For an ELECTRA run they are the discriminator's; its generator, a masked LM, is written to the
     subfolder "generator".
@@ -60,6 +61,8 @@ def export(
         card: metadata of the model card, such as its `license` and a list for `language`.
         name: what the card's example loads, such as the model's name on the Hugging Face Hub.
         revisions: branches on the Hub that the card lists.
+        kind: "safetensors", "onnx" (a graph instead of weights, see `onnx_graph`) or "onnx-int8" (also a
+            graph with int8 weights; prints what they change).
 
     Returns:
         Content of config.json.
@@ -95,54 +98,52 @@ def export(
     if model.head.kind or model.next_sentence:
         vocabularies.check_segments(vocabulary, model.segments)
     params = {part: params[part] for part in shapes(model)}
-    settings, tensors = _converted(model, params, vocabulary)
     if isinstance(config, FinetuneConfig) and model.head.kind == "sequence":
-        settings["problem_type"] = _PROBLEM_TYPES[config.task.objective]
-    parameters = parameter_count(params, model)
-    architecture = settings["architectures"][0]
-    family = FAMILIES[model.family]
-    is_encoder = architecture == f"{family.class_prefix}Model"
-    lacks_pooler = is_encoder and "pooler" in family.parts and not model.has_pooler
-    arguments = ", add_pooling_layer=False" if lacks_pooler else ""
-    text = _card(source, config, architecture, arguments, parameters, step, card, name, revisions)
+        problem_type = _PROBLEM_TYPES[config.task.objective]
+        model = with_fields(model, {"head.problem_type": problem_type})
+    architecture = huggingface.architecture(model)
+    usage = _usage(model, architecture, name, kind)
+    text = _card(source, config, architecture, usage, params, step, card, name, revisions)
     embed = config.embed
     tokenizer = tokenizer_files(vocabulary, embed.tokens or model.positions, model.segments > 1)
     with files.new_folder(out) as folder:
-        _write_model(folder, settings, tensors, tokenizer)
+        settings = _write_model(folder, model, params, vocabulary, tokenizer, kind)
         if generator:
             (folder / "generator").mkdir()
-            converted = _converted(*generator, vocabulary)
-            _write_model(folder / "generator", *converted, tokenizer)
+            _write_model(folder / "generator", *generator, vocabulary, tokenizer, kind)
         if embed != EmbedConfig() and embed.layers == "last" and embed.pooling != "none":
             sentence_encoder.write(folder, config, vocabulary)
         files.write(folder / "README.md", text)
     return settings
 
 
-def _converted(
-    model: ModelConfig, params: Params, vocabulary: Any
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return config.json and the tensors of a model, as transformers names them."""
+def _write_model(
+    folder: pathlib.Path,
+    model: ModelConfig,
+    params: Params,
+    vocabulary: Vocabulary,
+    tokenizer: Mapping[str, Any],
+    kind: str,
+) -> dict[str, Any]:
+    """Write config.json, the weights and the tokenizer's files; return config.json."""
     family, settings = FAMILIES[model.family], huggingface.huggingface_config(model, vocabulary)
     tensors = huggingface.to_huggingface(jax.device_get(params), model)
     settings, tensors = family.to_hf(settings, tensors)
+    files.write_json(folder / "config.json", settings)
+    for file, content in tokenizer.items():
+        files.write(folder / file, content)
+    if kind != "safetensors":
+        from bert_jax.convert import onnx_graph  # imports ONNX Runtime
+
+        onnx_graph.write(folder, model, params)
+        if kind == "onnx-int8":
+            print(onnx_graph.quantize(folder, vocabulary, model.positions))
+        return settings
     prefix = f"{family.encoder}."
     if all(key.startswith(prefix) for key in tensors):  # the class is the encoder
         tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-    return settings, tensors
-
-
-def _write_model(
-    folder: pathlib.Path,
-    settings: dict[str, Any],
-    tensors: dict[str, np.ndarray],
-    tokenizer: Mapping[str, Any],
-) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files."""
-    files.write_json(folder / "config.json", settings)
     weights.write(folder / "model.safetensors", tensors)
-    for file, content in tokenizer.items():
-        files.write(folder / file, content)
+    return settings
 
 
 @storage.with_uploaded_output("out", new=True)
@@ -152,6 +153,7 @@ def export_all(
     heads: str = "all",
     card: Mapping[str, Any] = MappingProxyType({}),
     name: str = "",
+    kind: str = "safetensors",
 ) -> list[int]:
     """Export every checkpoint of a run to `out/step_N`, and return the steps; else as `export`.
 
@@ -161,19 +163,44 @@ def export_all(
     if not workdir.holds_run(source):
         raise UserError(f"{source} is not a run: it has no checkpoints to choose from")
     steps = checkpoint.kept_steps(source)
-    on_hub = {"name": name, "revisions": [f"step_{step}" for step in steps]} if name else {}
+    options: dict[str, Any] = (
+        {"name": name, "revisions": [f"step_{step}" for step in steps]} if name else {}
+    )
     with files.new_folder(out) as folder:
         for step in steps:
-            export(source, folder / f"step_{step}", str(step), heads, card=card, **on_hub)
+            export(
+                source, folder / f"step_{step}", str(step), heads, None, card, kind=kind, **options
+            )
     return steps
+
+
+def _usage(model: ModelConfig, architecture: str, name: str, kind: str) -> list[str]:
+    """Return the lines of the card's example."""
+    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    if kind != "safetensors":
+        return [
+            "import onnxruntime\nfrom transformers import AutoTokenizer\n",
+            tokenizer,
+            f'session = onnxruntime.InferenceSession("{name}/model.onnx")',
+            'outputs = session.run(None, dict(tokenizer("A text.", return_tensors="np")))',
+        ]
+    family = FAMILIES[model.family]
+    is_encoder = architecture == f"{family.class_prefix}Model"
+    lacks_pooler = is_encoder and "pooler" in family.parts and not model.has_pooler
+    arguments = ", add_pooling_layer=False" if lacks_pooler else ""
+    return [
+        f"from transformers import AutoTokenizer, {architecture}\n",
+        tokenizer,
+        f'model = {architecture}.from_pretrained("{name}"{arguments})',
+    ]
 
 
 def _card(
     source: str,
     config: TrainConfig,
     architecture: str,
-    arguments: str,
-    parameters: int,
+    usage: Sequence[str],
+    params: Params,
     step: int,
     metadata: Mapping[str, Any],
     name: str,
@@ -193,17 +220,12 @@ def _card(
         *([f"pipeline_tag: {pipeline}"] if pipeline else []),
         f"tags:\n- {model.family}\n- jax",
     ]
-    usage = [
-        f"from transformers import AutoTokenizer, {architecture}\n",
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-        f'model = {architecture}.from_pretrained("{name}"{arguments})',
-    ]
     tokens = max((data.get("tokens", 0) for data in provenance.data), default=0)
     trained = f" (trained on rows of {tokens})" if 0 < tokens < model.positions else ""
     paragraphs = [
         "\n".join(["---", *front, "---"]),
         f"# {family.title} L{model.layers}-H{model.hidden}-A{model.heads}",
-        f"`{architecture}`, {parameters:,} parameters, vocabulary of {model.vocab_size:,} word "
+        f"`{architecture}`, {parameter_count(params, model):,} parameters, vocabulary of {model.vocab_size:,} word "
         f"pieces, up to {model.positions} tokens{trained}. Exported by bert_jax.",
         "\n".join(["```python", *usage, "```"]),
     ]
