@@ -4,6 +4,7 @@ import functools
 import itertools
 import pathlib
 import shutil
+import sys
 
 import pytest
 
@@ -12,6 +13,10 @@ from bert_jax.config import flags
 from bert_jax.config.schema import Config, FinetuneConfig
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import SCALES, SweepArgs, experiment
+from tests.helpers import processes, tasks
+from tests.helpers.runs import ONE_DEVICE
+from tests.test_classification import SWAG, SWAG_HEADER
+from tests.test_glue import folder  # noqa: F401 (a fixture)
 
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
 PAGES = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.rglob("sweep.py"))
@@ -47,8 +52,8 @@ def parser():
 
 def split(point: sweep.Point):
     """Return the config flags of a point and its parsed command-line options."""
-    folder = "--workdir" if point.verb in ("pretrain", "finetune") else "--out"
-    config, rest = flags.split([*point.display_command(DATA), folder, "x"])
+    option = "--workdir" if point.verb in ("pretrain", "finetune") else "--out"
+    config, rest = flags.split([*point.display_command(DATA), option, "x"])
     return tuple(config), parser().parse_args(rest)
 
 
@@ -97,3 +102,58 @@ def test_blocks_of_other_pages_regenerate_from_the_results():
     ):
         text = (ROOT.parent / path).read_text()
         assert text == pages.with_block(text, block, lines, ROOT.parent / path), path
+
+
+CHAIN = """
+import sys
+sys.path.insert(0, "experiments/paper")
+import recipes
+
+recipes._PAPER |= dict.fromkeys(("model.layers", "model.heads"), 1)
+recipes._PAPER |= {"model.hidden": 16, "model.feed_forward": 32, "optim.warmup_steps": 10}
+recipes._PAPER |= {"steps": 1_000, "batch_size": 2, "evaluate_every_steps": 500}
+COLUMNS = {t: recipes.Column(spec.metric, {"task": t}) for t, spec in recipes.TASKS["paper"].items()}
+
+def get_points(args):
+    start = ["--init", recipes.base(args)]
+    for task in COLUMNS:
+        yield recipes.finetuned(args, "base", start, task, {"epochs": 1, "batch_size": 2})
+
+def get_blocks(results):
+    return {"table": recipes.Table({"base": {"model": "base"}}, COLUMNS)}
+"""
+
+
+@pytest.mark.nightly
+def test_thousandth_of_the_steps_reaches_the_tables(tmp_path, folder):  # noqa: F811
+    for name in ("QQP", "QNLI"):
+        shutil.copy(folder / name / "train.tsv", folder / name / "dev.tsv")
+    for name in ("text/wikipedia", "text/books", "squad", "swag", "conll2003"):
+        (tmp_path / name).mkdir(parents=True)
+    words = [f"w{i % 50} w{i * 7 % 50} w{i * 3 % 50} ." for i in range(3_000)]
+    (tmp_path / "text/books/a.txt").write_text("\n".join(words))
+    documents = [f'<doc id="{i}" title="t">\n' + "\n".join(words[i::20]) for i in range(20)]
+    (tmp_path / "text/wikipedia/a").write_text("\n</doc>\n".join([*documents, ""]))
+    for version, split in itertools.product(("1.1", "2.0"), ("train", "dev")):
+        tasks.squad_file(tmp_path / f"squad/{split}-v{version}.json")
+    for split in ("train", "val"):
+        (tmp_path / f"swag/{split}.csv").write_text("\n".join([SWAG_HEADER, *SWAG]))
+    for split in ("train", "valid", "test"):
+        tasks.conll_file(tmp_path / f"conll2003/{split}.txt")
+    experiment_folder = tmp_path / "chain"
+    experiment_folder.mkdir()
+    (experiment_folder / "sweep.py").write_text(CHAIN)
+    (experiment_folder / "README.md").write_text("<!-- table -->\n<!-- /table -->\n")
+    arguments = (
+        "--scale",
+        "paper",
+        "--seeds",
+        "1",
+        "--data",
+        tmp_path,
+        "--runs",
+        tmp_path / "runs",
+    )
+    command = [sys.executable, "-m", "bert_jax", "sweep", experiment_folder, *arguments]
+    processes.run(command, env=ONE_DEVICE, timeout=1_800, check=True)
+    assert "not run" not in experiment.readme(experiment_folder)
