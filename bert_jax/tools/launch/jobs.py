@@ -122,22 +122,21 @@ def _is_running(folder: pathlib.Path) -> bool:
 
 def ask(name: str) -> State:
     """Return the state of a job: what its engine says, or, of a local one, what its launcher recorded."""
-    job = _record(name)
-    if not job:
-        return State("lost", text=f"{name} was not launched by this user on this machine")
-    if job["on"] == "local":
-        state = State("running" if _is_running(state_folder(name)) else "lost")
-    else:
-        try:
+    try:
+        if not (job := _record(name)):
+            return State("lost", text=f"{name} was not launched by this user on this machine")
+        if job["on"] == "local":
+            state = State("running" if _is_running(state_folder(name)) else "lost")
+        else:
             state = ENGINES[job["on"]].ask(name, job["query"])
-        except Exception as error:  # an answer that cannot be read
-            state = State("unknown", text=repr(error))
-    is_known = "ended" in job and job["on"] not in SUBMITTED and not job.get("delete")
-    if state.kind == "lost" and is_known:  # processes here, or a slice that was deleted
-        state = State("failed" if job["ended"] else "done", job["ended"])
-    if state.kind in ("failed", "lost") and was_stopped(name):
-        state = state._replace(kind="stopped")
-    return state
+        is_known = "ended" in job and job["on"] not in SUBMITTED and not job.get("delete")
+        if state.kind == "lost" and is_known:  # processes here, or a slice that was deleted
+            state = State("failed" if job["ended"] else "done", job["ended"])
+        if state.kind in ("failed", "lost") and was_stopped(name):
+            state = state._replace(kind="stopped")
+        return state
+    except Exception as error:  # an answer that cannot be read
+        return State("unknown", text=repr(error))
 
 
 def show_status(name: str) -> int:

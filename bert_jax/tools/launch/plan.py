@@ -79,8 +79,8 @@ def script(plan: Plan) -> str:
     for process in plan.processes:
         settings = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
         lines.append(" ".join([*settings, shlex.join(process.command)]) + background)
-    lines += ["wait"] * bool(background)
-    lines += [shlex.join(plan.delete)] * bool(plan.delete and not plan.keep)
+    lines += ["wait"] if background else []
+    lines += [shlex.join(plan.delete)] if plan.delete and not plan.keep else []
     return "\n".join(lines)
 
 

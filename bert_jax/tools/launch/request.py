@@ -122,7 +122,7 @@ def _check_tpu_vm(job: Job) -> None:
         advice = "workers receive the commit: commit or stash them"
         raise UserError(f"{base.CHECKOUT} has uncommitted changes ({changed}, …): {advice}")
     if job.config and read_output([*git, "ls-files", "--error-unmatch", job.config])[1]:
-        raise UserError(f"--config {job.config} is not committed: workers receive the commit")
+        raise UserError(f"--config {job.config} is not committed, and would be missing: commit it")
 
 
 def job_name(text: str, max_length: int = 40) -> str:

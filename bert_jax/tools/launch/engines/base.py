@@ -69,9 +69,9 @@ def has_checkout() -> bool:
     return (CHECKOUT / "configs").is_dir()
 
 
-def check_one_machine(job: Job, option: str, parts: int, where: str = "on one machine") -> None:
+def check_one(job: Job, option: str, is_more: bool, where: str = "on one machine") -> None:
     """Check that an option gives a verb that runs in one process no more than one machine or process."""
-    if parts > 1 and not job.is_distributed:
+    if is_more and not job.is_distributed:
         raise UserError(f"{option}: {job.command[0]} runs {where}")
 
 
@@ -91,7 +91,7 @@ def tpu_topology(job: Job, accelerator: str, vm: bool = False) -> Topology:
         raise UserError(f"{option}: choose from {', '.join(tpus)}")
     most = topology.chip.most_on_vm if vm else CHIPS_PER_VM
     where = f"on one machine, of at most {most} chips"
-    check_one_machine(job, option, max(-(-topology.chips // most), topology.slices), where)
+    check_one(job, option, topology.chips > most or topology.slices > 1, where)
     return topology
 
 

@@ -12,7 +12,7 @@ from bert_jax.tools.launch.plan import KILLED, Plan, Process
 def plan(job: Job, *, processes: int = 0, devices: int | None = None, restarts: int = 0) -> Plan:
     """Plan several processes on this machine: 2 by default, or 1 for verbs that run in one."""
     processes = processes or (2 if job.is_distributed else 1)
-    base.check_one_machine(job, f"--processes {processes}", processes, "in one process")
+    base.check_one(job, f"--processes {processes}", processes > 1, "in one process")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -46,7 +46,7 @@ def plan(
 
     Without an image, its machines install this checkout, or a wheel of this package.
     """
-    base.check_one_machine(job, f"--nodes {nodes}", nodes)
+    base.check_one(job, f"--nodes {nodes}", nodes > 1)
     base.check_accelerator("sky", job, accelerator)
     is_tpu = accelerator.startswith("tpu")
     # Preempted machines are always replaced. 75: stopped by a signal, state saved.

@@ -31,7 +31,7 @@ def plan(
 
     It has a process per GPU, or per node without GPUs, and requeues itself. A process has `cpus` CPUs.
     """
-    base.check_one_machine(job, f"--nodes {nodes}", nodes)
+    base.check_one(job, f"--nodes {nodes}", nodes > 1)
     tasks = (gpus or 1) if job.is_distributed else 1
     sizes = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={cpus}"]
     sizes += [f"--gpus-per-node={gpus}"] if gpus else []
