@@ -200,9 +200,10 @@ def test_bfloat16_attention_is_no_less_exact_than_by_xla(tokens):
     )
 
 
-def test_gradients_of_rotated_queries_and_keys_match_xla():
-    """The bias' gradient comes from the product, without rotations from the kernel."""
-    config = with_fields(model_size("L1-H32-A2"), {"vocab_size": 50, "position_kind": "rope"})
+@pytest.mark.parametrize("changes", [{}, {"position_kind": "rope"}])
+def test_gradients_of_queries_keys_and_values_match_xla(changes):
+    """The bias' gradient comes from the kernel, or with rotations from the product."""
+    config = with_fields(model_size("L1-H32-A2"), {"vocab_size": 50, **changes})
     params = init_params(config, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), params)
     tokens, layout = jnp.arange(32).reshape(2, 16), rows_lib.layout(*jnp.full((2, 2, 1), 16), 16)
