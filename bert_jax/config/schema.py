@@ -125,8 +125,8 @@ class PhaseConfig:
     # As config.accumulation, which 0 takes.
     accumulation: int = not_negative(0)
     # Base of "rope" in layers with global attention during this phase; 0 takes model.rope_theta, which
-    # the last phase always has. ModernBERT (Warner et al., arXiv 2412.13663, section 2.2) has 10,000 at
-    # T=1024, then 160,000 at T=8192.
+    # the last phase always has. ModernBERT (Warner et al., arXiv 2412.13663) has 10,000 at T=1024, then
+    # 160,000 at T=8192.
     rope_theta: float = not_negative(0.0)
 
     @property
@@ -279,10 +279,15 @@ class Config(TrainConfig):
     # the source's ("copied": the first ones are unchanged; Beltagy et al., arXiv 2004.05150), or all
     # are stretched linearly ("interpolated").
     new_positions: str = one_of("copied", "interpolated")
+    # With --init and a larger model than its source: how the copies of its parameters fill layers, hidden,
+    # heads and feed_forward of config.model. "stack": wider layers compute the same, and the stack of layers
+    # is repeated (bert2BERT, StackBERT); "tile": as ModernBERT-large (`objectives.growth`). "": the sizes are
+    # the source's.
+    init_scheme: str = one_of("", "stack", "tile")
     phases: tuple[PhaseConfig, ...] = (PhaseConfig(),)
     # Multiply the weights of a mixture by n ** (1 / mixture_temperature), n being the tokens of a folder:
-    # 1 is in proportion to them, higher values raise the share of small folders (XLM: Lample and Conneau,
-    # arXiv 1901.07291, has 1.4 to 2). 0 takes the weights alone.
+    # 1 is in proportion to them, higher values raise the share of small folders (multilingual BERT has
+    # 1.43, XLM 2: Lample and Conneau, arXiv 1901.07291, section 3.1). 0 takes the weights alone.
     mixture_temperature: float = not_negative(0.0)
     # Read the folders of a mixture again and again. If false, those that have no rows left are left out,
     # and the others share their tokens; only the last one left is repeated.

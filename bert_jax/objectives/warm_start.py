@@ -27,6 +27,7 @@ from bert_jax.data.vocabulary import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import change_vocabulary
+from bert_jax.objectives import growth
 from bert_jax.objectives.same_vocabulary import check_vocabulary, effective_settings
 from bert_jax.tasks.base import FinetuneDataset
 
@@ -137,7 +138,7 @@ def open_start(
     """Load the model that a pretraining run continues from.
 
     Encoder and heads start from its parameters, with a fresh optimizer and schedule. The run's config
-    decides which heads there are, may extend the positions, may change the base of "rope", and sets how
+    decides which heads there are, may extend the positions, may enlarge the model (`growth`), may change the base of "rope", and sets how
     the model is computed.
 
     Args:
@@ -153,7 +154,7 @@ def open_start(
     source_config, vocabulary, loaded, step = open_model(init, which)
     source, requested = source_config.model, config.model
     is_set = is_changed(requested) if keys is None else lambda name: f"model.{name}" in keys
-    free = {*_PRETRAINING_FIELDS}
+    free = {*_PRETRAINING_FIELDS, *(growth.SIZES if config.init_scheme else ())}
     if not source.masked_lm:
         free.update(_MASKED_LM_FIELDS)
     positions, notes = source.positions, []
@@ -176,6 +177,7 @@ def open_start(
         advice="train without --init",
     )
     model.positions = positions
+    growth.check(source, model, init)
     config = dataclasses.replace(copy.deepcopy(config), model=model)
     validate(config)
     for i, phase in enumerate(config.phases):
@@ -193,6 +195,10 @@ def open_start(
     if (ignored := _size(requested)) not in (_size(ModelConfig()), _size(model)):
         notes.append(f"architecture: {_size(model)} of {init}, not the config's {ignored}")
     needed = flatten(shapes(model))
+    if config.init_scheme:
+        params = growth.grow(params, needed, source, model, config.init_scheme)
+        sizes = (f"{_size(x)} with feed_forward={x.feed_forward}" for x in (source, model))
+        notes.append(f"enlarged by {config.init_scheme}: {' to '.join(sizes)}")
     kept = {path: value for path, value in params.items() if path in needed}
     for path, value in kept.items():
         if value.shape != needed[path].shape:

@@ -1,0 +1,113 @@
+"""Models that start from smaller ones: the same function, copies that differ, the loss at step 0."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bert_jax import cli
+from bert_jax.model.bert import Bert, flatten, shapes, unflatten
+from bert_jax.objectives.growth import check, grow, layer_map, unit_map
+from bert_jax.training.evaluate import evaluate_workdir
+from tests.helpers.checkpoints import random_params
+from tests.helpers.models import make_batch, make_config
+from tests.helpers.runs import arguments, refused
+
+PRE_NORM = {
+    "norm.position": "pre", "norm.final": True, "norm.qk": True, "norm.kind": "rms_norm", "bias": False,
+    "position_kind": "rope", "local.window": 4, "local.global_every": 2, "gated_feed_forward": True,
+    "next_sentence": False, "norm.epsilon": 1e-5,
+}  # fmt: skip
+ELECTRA = {"embedding_size": 8, "next_sentence": False, "electra.replaced_token": True}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, PRE_NORM, ELECTRA, {"tied_decoder": False, "pooler": True}]
+)
+def test_wider_models_compute_the_same(changes):
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng, [[9, 7], [16]], 16)
+    source = make_config("L2-H16-A2", feed_forward=24, **changes)
+    model = make_config("L2-H48-A6", feed_forward=40, **changes)
+    params = random_params(source)
+    check(source, model, "it")
+    grown = grow(flatten(params), flatten(shapes(model)), source, model, "stack")
+    assert grown.keys() == flatten(shapes(model)).keys()
+
+    def outputs(config, params) -> Any:
+        params = jax.tree.map(jnp.asarray, params)
+        return Bert(config).apply({"params": params}, batch.tokens, batch.layout, batch.positions)
+
+    ours, theirs = outputs(model, unflatten(grown)), outputs(source, params)
+    names = ("masked_lm", "next_sentence", "replaced_token")
+    compared = [name for name in names if getattr(theirs, name) is not None]
+    for name in compared:
+        expected = np.asarray(getattr(theirs, name))
+        atol = 1e-4 * expected.std()
+        np.testing.assert_allclose(getattr(ours, name), expected, rtol=1e-4, atol=atol)
+    np.testing.assert_allclose(ours.hidden, np.tile(theirs.hidden, 3), rtol=1e-4, atol=2e-4)
+
+    # Copies have other gradients, so that they do not stay equal.
+    def loss(params):
+        result = outputs(model, params)
+        return sum(jnp.sum(jnp.sin(getattr(result, name))) for name in compared)
+
+    grads = flatten(jax.grad(loss)(unflatten(grown)))
+    for path in ("encoder/layer_0/feed_forward/intermediate/kernel", "embeddings/word/embedding"):
+        copies = np.asarray(grads[path])
+        size = 24 if "feed" in path else 16
+        if copies.shape[-1] > size:
+            first, second = copies[..., : copies.shape[-1] - size], copies[..., size:]
+            differ = np.abs(first - second[..., : first.shape[-1]]).max()
+            assert differ > 1e-3 * np.abs(copies).max()
+
+
+def test_maps_of_layers_and_units():
+    assert layer_map(2, 5, "stack") == [0, 1, 0, 1, 0]
+    # ModernBERT-large from base: the expression of its code.
+    assert layer_map(22, 28, "tile") == [round(i * 22 / 28) for i in range(28)]
+    assert layer_map(1, 3, "tile") == [0, 0, 0]
+    assert unit_map(3, 7, "stack").tolist() == [0, 1, 2, 0, 1, 2, 0]
+    # ModernBERT's test of tiling 1, 2, 3 from the middle.
+    assert (unit_map(3, 8, "tile") + 1).tolist() == [2, 3, 1, 2, 3, 1, 2, 3]
+    source, model = make_config("L1-H16-A2"), make_config("L2-H24-A3")
+    grown = grow(flatten(random_params(source)), flatten(shapes(model)), source, model, "tile")
+    old = random_params(source)["encoder"]["layer_0"]["attention"]["query"]["kernel"]
+    new = grown["encoder/layer_1/attention/query/kernel"]
+    np.testing.assert_array_equal(new[4:20, :2], old)  # in the middle; of one new head, after
+    np.testing.assert_array_equal(new[:4, 2], old[12:, 0])
+
+
+@pytest.mark.parametrize("kind", ["post", "pre"])
+def test_loss_at_step_0_is_below_that_of_random_parameters(rows, tmp_path, capsys, kind):
+    norm = ("model.norm.position=pre", "model.norm.final=true") if kind == "pre" else ()
+    common = ["pretrain", "--rows", str(rows()), "--workdir"]
+    small = arguments("steps=150", "optim.learning_rate=3e-3", "optim.optimizer=adamw", *norm)
+    source = str(tmp_path / "small")
+    assert cli.main([*common, source, *small]) == 0
+    trained = evaluate_workdir(source)[1]["masked_lm_loss"]
+    losses = {}
+    for name, scheme in (("random", ""), ("stack", "stack"), ("wide", "stack"), ("tile", "tile")):
+        size = "L1-H64-A4" if name == "wide" else "L3-H64-A4"
+        folder = str(tmp_path / name)
+        argv = [*common, folder, *arguments("steps=1", *norm, size=size)]
+        argv += ["--config.checkpoint.keep_every_steps=1"]
+        argv += [f"--config.init_scheme={scheme}", "--init", source] if scheme else []
+        assert cli.main(argv) == 0
+        losses[name] = evaluate_workdir(folder, which="0")[1]["masked_lm_loss"]
+        if scheme:
+            text = f"enlarged by {scheme}: L1-H32-A2 with feed_forward=128 to {size} with"
+            assert text in capsys.readouterr().err
+    assert losses["wide"] == pytest.approx(trained, abs=1e-4)
+    for name in ("stack", "tile"):
+        assert losses[name] < losses["random"] - 0.3
+    argv = [*common, str(tmp_path / "no"), "--init", source]
+    for size, message in (
+        ("L1-H16-A1", "model.hidden is 16, .*'s is 32: config.init_scheme enlarges models"),
+        ("L1-H64-A2", "model.heads is 2: heads keep their size .* must be 4 with hidden=64"),
+    ):
+        error = refused(capsys, *argv, *arguments("init_scheme=tile", *norm, size=size))
+        assert re.search(message, error)
