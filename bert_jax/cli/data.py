@@ -1,5 +1,6 @@
 """Commands that turn text into vocabularies and rows."""
 
+import functools
 import inspect
 
 from bert_jax.cli.common import add_case, argument, choice, flag, number, option, verb
@@ -18,20 +19,28 @@ _SOURCES = option(
 
 @verb(
     _SOURCES,
-    option("--out", "DIR", "output folder for vocab.txt", required=True),
+    option("--out", "DIR", "output folder for the vocabulary", required=True),
+    choice(
+        "--kind",
+        "wordpiece bpe unigram",
+        "WordPiece as in BERT, byte-level BPE as in RoBERTa and ModernBERT, or unigram as in ALBERT",
+    ),
     number("--size", 30522, "number of tokens"),
     flag("--cased", "keep case and accents"),
     number("--min-frequency", 2, "minimum occurrences of a piece"),
     flag("--force", "replace a vocabulary, or write to a folder that contains other files"),
 )
 def _vocab(options) -> None:
-    """Train a WordPiece vocabulary on text.
+    """Train a vocabulary on text.
 
     bert-jax vocab --out vocab --size 16384 books:novels/ 'wiki/*.gz'
+    bert-jax vocab --out vocab --size 50000 --kind bpe --cased 'wiki/*.gz'
     """
-    from bert_jax.data import wordpiece
+    from bert_jax.data import subwords, wordpiece
 
-    vocabulary = wordpiece.train(
+    is_wordpiece = options.kind == "wordpiece"
+    train = wordpiece.train if is_wordpiece else functools.partial(subwords.train, options.kind)
+    vocabulary = train(
         options.sources,
         options.out,
         size=options.size,

@@ -145,14 +145,21 @@ def tokenizer_files(
     """Return the files of the tokenizer by name: vocab.txt, tokenizer.json and its settings.
 
     Args:
-        vocabulary: the vocabulary; those of another tokenizer than WordPiece stay as they are.
+        vocabulary: the vocabulary; the files of another tokenizer than WordPiece stay as they are,
+            except that a model without segments gets no token types.
         tokens: maximum length of a sequence.
         segments: whether the model has different embeddings for the two texts of a pair.
     """
     from tokenizers import processors
 
     if not vocabulary.is_wordpiece:
-        return dict(vocabulary.files)
+        contents: dict[str, str | bytes] = dict(vocabulary.files)
+        settings = json.loads(contents.get(SETTINGS, b"{}"))
+        names = settings.get("model_input_names", [])
+        if "token_type_ids" in names and not segments:
+            names.remove("token_type_ids")
+            contents[SETTINGS] = json.dumps(settings, indent=2).encode()
+        return contents
     tokenizer = vocabulary.tokenizer()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -76,17 +76,14 @@ def train(
     """
     from tokenizers import normalizers
 
-    _check_out(pathlib.Path(out), force)
+    check_out(pathlib.Path(out), force)
     head = reserved(size, unused)
     if size < len(head) + 100:
         raise UserError(
             f"size: {size:,} leaves {max(size - len(head), 0):,} for word pieces after "
             f"{len(head):,} special and unused tokens; choose at least {len(head) + 100:,}"
         )
-    if size > _MAX_SIZE:
-        raise UserError(f"size: {size:,} is too large; choose at most {_MAX_SIZE:,}")
-    if not 0 <= min_frequency < 1 << 31:
-        raise UserError(f"min_frequency: {min_frequency:,} is out of range; choose 0 to 2**31 - 1")
+    check_numbers(size, min_frequency)
     parsed = [corpus.parse_source(source) for source in sources]
     with Progress("counting words", corpus.total_bytes(parsed), "B") as progress:
         normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -116,7 +113,24 @@ def count_words(
     """Return the number of occurrences of each normalized word."""
     from tokenizers import pre_tokenizers
 
-    # Count strings between spaces first, in order to normalize each distinct one only once.
+    # Strings between spaces first, in order to normalize each distinct one only once.
+    chunks = count_chunks(sources, progress, sample_bytes, language)
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words: collections.Counter[str] = collections.Counter()
+    for chunk, count in chunks.items():
+        for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(chunk)):
+            if UNKNOWN_WORD not in word:
+                words[word] += count
+    return words
+
+
+def count_chunks(
+    sources: Sequence[corpus.Source],
+    progress: Progress,
+    sample_bytes: int | None = None,
+    language: str = "en",
+) -> collections.Counter[str]:
+    """Return the number of occurrences of each string between spaces."""
     chunks: collections.Counter[str] = collections.Counter()
     report = corpus.Report()
     for source in sources:
@@ -135,16 +149,18 @@ def count_words(
                     break
     for warning in report.warnings:
         progress.say(f"warning: {warning}")
-    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    words: collections.Counter[str] = collections.Counter()
-    for chunk, count in chunks.items():
-        for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(chunk)):
-            if UNKNOWN_WORD not in word:
-                words[word] += count
-    return words
+    return chunks
 
 
-def _check_out(folder: pathlib.Path, force: bool) -> None:
+def check_numbers(size: int, min_frequency: int) -> None:
+    """Refuse settings of a trainer that are out of range."""
+    if size > _MAX_SIZE:
+        raise UserError(f"size: {size:,} is too large; choose at most {_MAX_SIZE:,}")
+    if not 0 <= min_frequency < 1 << 31:
+        raise UserError(f"min_frequency: {min_frequency:,} is out of range; choose 0 to 2**31 - 1")
+
+
+def check_out(folder: pathlib.Path, force: bool) -> None:
     """Refuse a folder that cannot be written to or, unless `force`, has a vocabulary or other files."""
     with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
         if url := storage.remote(folder):
@@ -208,7 +224,7 @@ def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int
         continuing_subword_prefix=CONTINUATION,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_repeat(words), trainer)
+    tokenizer.train_from_iterator(repeat(words, MAX_WORD_CHARACTERS), trainer)
     ids = tokenizer.get_vocab()
     return sorted(ids, key=ids.__getitem__)
 
@@ -216,13 +232,13 @@ def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int
 _BATCH_CHARACTERS = 1 << 20
 
 
-def _repeat(words: collections.Counter[str]) -> Iterator[str]:
-    """Yield every word as often as it occurs, as the trainer does its own counting."""
+def repeat(words: collections.Counter[str], longest: int) -> Iterator[str]:
+    """Yield every word as often as it occurs, after spaces, as the trainers do their own counting."""
     for word, count in sorted(words.items()):
-        if len(word) <= MAX_WORD_CHARACTERS:
+        if len(word) <= longest:
             max_repeats = max(1, _BATCH_CHARACTERS // len(word))
             while count > 0:
-                yield f"{word} " * min(count, max_repeats)
+                yield f" {word}" * min(count, max_repeats)
                 count -= max_repeats
 
 
