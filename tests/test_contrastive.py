@@ -76,8 +76,8 @@ def loss_and_grads(dataset, plan, params, pooling="mean", devices=1, model=MODEL
 
 
 @functools.cache
-def reference(texts_per_example, pooling, count):
-    """Compute sentence-transformers' MultipleNegativesRankingLoss in PyTorch.
+def reference(texts_per_example, pooling, count, dimensions=(12,)):
+    """Compute sentence-transformers' MultipleNegativesRankingLoss in PyTorch, in its MatryoshkaLoss.
 
     If an example is twice in the batch, its other texts are left out of the candidates.
 
@@ -95,13 +95,16 @@ def reference(texts_per_example, pooling, count):
             tokens = dataset.splits["train"].tokens[example * texts_per_example + i]
             hidden = bert(torch.tensor(tokens[None]).long()).last_hidden_state[0]
             column.append(hidden[0] if pooling == "cls" else hidden.mean(0))
-    anchors, *others = (torch.nn.functional.normalize(torch.stack(x), dim=-1) for x in columns)
-    scores = SCALE * anchors @ torch.cat(others).T
     labels = torch.arange(BATCH)
     example = torch.tensor(members)
     same = (example[:, None] == example) & (labels[:, None] != labels)
-    scores = scores.masked_fill(same.repeat(1, texts_per_example - 1), float("-inf"))
-    loss = torch.nn.functional.cross_entropy(scores, labels)
+    loss = torch.tensor(0.0)
+    for size in dimensions:
+        vectors = [torch.stack(x)[:, :size] for x in columns]
+        anchors, *others = (torch.nn.functional.normalize(x, dim=-1) for x in vectors)
+        scores = SCALE * anchors @ torch.cat(others).T
+        scores = scores.masked_fill(same.repeat(1, texts_per_example - 1), float("-inf"))
+        loss = loss + torch.nn.functional.cross_entropy(scores, labels)
     loss.backward()
     grads = {name: x.grad.numpy() for name, x in bert.named_parameters() if x.grad is not None}
     return loss.item(), (scores.argmax(1) == labels).sum().item(), grads
@@ -130,6 +133,18 @@ def test_loss_and_gradients_match_sentence_transformers(texts, pooling, devices,
     for name, grad in to_huggingface(grads, MODEL).items():
         theirs = expected_grads.get(name.removeprefix("bert."), 0)
         np.testing.assert_allclose(grad, theirs, atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_matryoshka_loss_and_gradients_match_sentence_transformers():
+    dataset, dimensions = RandomPairs(2), (4, 7, 12)
+    dataset.config.dimensions = dimensions[::-1]
+    loss, terms, grads = loss_and_grads(dataset, plan_of(dataset), random_params(MODEL))
+    expected, correct, expected_grads = reference(2, "mean", 20, dimensions)
+    np.testing.assert_allclose(loss, expected, atol=1e-5, rtol=0)
+    assert terms["accuracy"] == (correct, BATCH)
+    for name, grad in to_huggingface(grads, MODEL).items():
+        theirs = expected_grads.get(name.removeprefix("bert."), 0)
+        np.testing.assert_allclose(grad, theirs, atol=2e-5, rtol=0, err_msg=name)
 
 
 def test_simcse_dropout_separates_identical_texts():
@@ -162,6 +177,7 @@ def test_gradient_accumulation_is_rejected():
         "model.dropout=0",
         "task.name=rte",
         "task.similarity=('a',)",
+        "task.dimensions=(4,0)",
     ],
 )
 def test_invalid_pair_settings_are_rejected(change):

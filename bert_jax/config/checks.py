@@ -135,6 +135,9 @@ def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], 
     require(embed.pooling in poolings, "embed.pooling", requirement)
     requirement = "three columns: two texts and their similarity"
     require(len(task.similarity) == 3, "task.similarity", requirement)
+    limit = model.hidden if model.vocab_size else 1_000_000  # known once a checkpoint is read
+    requirement = f"numbers from 1 to {limit}, the size of the vectors"
+    require(all(0 < x <= limit for x in task.dimensions), "task.dimensions", requirement)
     if not task.text_b:
         requirement = "above 0 without config.task.text_b, as dropout makes the pairs"
         require(model.dropout > 0, "model.dropout", requirement)

@@ -338,8 +338,14 @@ class TaskConfig:
     similarity: tuple[str, ...] = ("sentence1", "sentence2", "score")
     # Pairs: factor of the cosines, which are the logits of the softmax: 1 / temperature.
     scale: float = positive(20.0)
-    # "class" (one label), "classes" (multilabel) or "number" (regression).
-    objective: str = one_of("class", "classes", "number")
+    # Pairs: numbers of leading values of the vectors that are trained to be vectors of their own, such as
+    # (64, 128, 384) (Matryoshka, Kusupati et al., arXiv 2205.13147): the loss is the sum of theirs. Name
+    # the full size too. (): the full vectors only.
+    dimensions: tuple[int, ...] = ()
+    # "class" (one label), "classes" (multilabel), "number" (regression) or "relevance" (from 0 to 1, of a
+    # document to a query: a cross-encoder with a single logit, Nogueira and Cho, arXiv 1901.04085). Files
+    # of "relevance" for dev and test may be folders in BEIR's layout.
+    objective: str = one_of("class", "classes", "number", "relevance")
     # A file with one label per line, or comma-separated names; "" takes the training data's labels.
     labels: str = ""
     # Maximum length. Longer sequences are truncated (classification, choice, pairs) or split

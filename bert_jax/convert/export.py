@@ -31,6 +31,7 @@ _PROBLEM_TYPES = {
     "class": "single_label_classification",
     "classes": "multi_label_classification",
     "number": "regression",
+    "relevance": "multi_label_classification",  # binary cross-entropy
 }
 
 

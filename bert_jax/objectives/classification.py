@@ -10,7 +10,7 @@ from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
 
 
 class SequenceClassification(Supervised):
-    """One label per example ("class"), any number of labels ("classes"), or a number ("number")."""
+    """One label per example ("class"), any number ("classes"), a number ("number") or a "relevance"."""
 
     head = "sequence"
 
@@ -34,6 +34,7 @@ class SequenceClassification(Supervised):
         if self.dataset.objective == "number":
             loss = (logits[..., 0] - label) ** 2
         else:
+            label = label[..., None] if self.dataset.objective == "relevance" else label
             loss = binary_cross_entropy(logits, label).mean(-1)
         return {"loss": (jnp.sum(loss * weights), jnp.sum(weights))}
 

@@ -1,5 +1,7 @@
 """Contrastive learning of sentence embeddings: texts of a pair become similar, other texts less so."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -23,7 +25,9 @@ class Contrastive(Supervised):
     An example is an anchor, its positive and any number of hard negatives. Each anchor is classified
     among the positives and negatives of all examples of the global batch, by cosine similarity
     times a scale (sentence-transformers' `MultipleNegativesRankingLoss`). If anchor and positive are
-    the same text, which dropout makes different, this is unsupervised SimCSE (arXiv 2104.08821).
+    the same text, which dropout makes different, this is unsupervised SimCSE (arXiv 2104.08821). With
+    `dimensions` the loss is summed over truncated vectors (Matryoshka, arXiv 2205.13147, equation 1,
+    with weights of 1).
     """
 
     head = ""
@@ -39,12 +43,20 @@ class Contrastive(Supervised):
     def losses(
         self, logits: Float[Array, "B S D"], inputs: Inputs, weights: Float[Array, "B n"]
     ) -> dict[str, WeightedSum]:
-        """Return the loss, and how often an anchor is most similar to its positive.
+        """Return the loss, and how often an anchor is most similar to its positive, by the largest vectors.
 
         `logits` are the vectors. Evaluated texts have no loss, as it depends on the batch.
         """
         if inputs.label is not None:
             return {}
+        sizes = sorted(self.dataset.config.dimensions) or [logits.shape[-1]]
+        terms = [self._losses(logits[..., :size], inputs, weights) for size in sizes]
+        total = functools.reduce(operator.add, (x["loss"][0] for x in terms))
+        return {**terms[-1], "loss": (total, terms[-1]["loss"][1])}
+
+    def _losses(
+        self, logits: Float[Array, "B S d"], inputs: Inputs, weights: Float[Array, "B n"]
+    ) -> dict[str, WeightedSum]:
         size, dimension = self.dataset.texts_per_example, logits.shape[-1]
         squared_norm = jnp.sum(logits**2, -1, keepdims=True)
         # The gradient of a norm is NaN at 0, the vector of an unused slot.

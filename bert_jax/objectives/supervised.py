@@ -80,7 +80,7 @@ class Supervised(Objective):
         or the squared difference in regression.
         """
         kind = self.dataset.objective
-        if self.head not in ("sequence", "token") or kind == "classes":
+        if self.head not in ("sequence", "token") or kind in ("classes", "relevance"):
             raise UserError(
                 f"config.distill.teacher is {config.teacher!r}: this task cannot be distilled, only "
                 "classification, regression and tagging"

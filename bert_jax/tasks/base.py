@@ -50,7 +50,7 @@ class FinetuneDataset(abc.ABC):
         head: one of `config.HEADS`.
         labels: names of the head's outputs, in order.
         objective: loss of the heads "sequence" and "choice": "class" (cross-entropy), "number"
-            (squared error) or "classes" (binary cross-entropy per label). The heads "token" and
+            (squared error), "classes" or "relevance" (binary cross-entropy per label). The heads "token" and
             "span" have one loss each.
         best_by: the metric of `score` that selects the best checkpoint; higher is better.
         splits: examples by name: "train" and those to evaluate ("dev", "dev_mismatched", "test",

@@ -86,9 +86,15 @@ class Retrieval:
         return metrics.retrieval(ranked, self.relevant)
 
     def write(self, vectors: Float[np.ndarray, "N D"], folder: pathlib.Path) -> None:
-        """Write the ranking to predictions.trec, in the format of trec_eval."""
+        """Write the ranking to predictions.trec."""
+        self.write_ranking(self.rank(vectors), folder)
+
+    def write_ranking(
+        self, ranking: Sequence[tuple[np.ndarray, np.ndarray]], folder: pathlib.Path
+    ) -> None:
+        """Write documents and scores of each query to predictions.trec, in the format of trec_eval."""
         names, lines = list(self.documents), []
-        for query, (ranked, scores) in zip(self.queries, self.rank(vectors), strict=True):
+        for query, (ranked, scores) in zip(self.queries, ranking, strict=True):
             lines += [
                 [query, "Q0", names[document], str(position), f"{score:.6f}", "bert_jax"]
                 for position, (document, score) in enumerate(zip(ranked, scores, strict=True), 1)

@@ -12,6 +12,7 @@ from bert_jax.tasks.base import FinetuneDataset
 from bert_jax.tasks.conll import TokenClassification
 from bert_jax.tasks.glue import Glue
 from bert_jax.tasks.pairs import Pairs
+from bert_jax.tasks.relevance import Relevance
 from bert_jax.tasks.squad import Squad
 from bert_jax.tasks.swag import MultipleChoice
 from bert_jax.tasks.tables import Classification
@@ -51,7 +52,8 @@ def load_dataset(
             "no training data: add --config.task.train=FILE, and --config.task.dev=FILE"
         )
     paths = {x: str(storage.local(getattr(task, x))) for x in ("data", "train", "dev", "test")}
-    kind = _DATASETS.get(task.kind, Glue if task.name else Classification)
+    table = Relevance if task.objective == "relevance" else Classification
+    kind = _DATASETS.get(task.kind, Glue if task.name else table)
     try:
         return kind(dataclasses.replace(task, **paths), vocabulary, labels=labels, **options)
     except WrongColumn as error:

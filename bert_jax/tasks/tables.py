@@ -72,9 +72,8 @@ class Classification(FinetuneDataset):
     ):
         self.config, self.objective = config, config.objective
         self.report: list[str] = []
-        self.best_by = {"class": "accuracy", "classes": "micro_f1", "number": "pearson"}[
-            config.objective
-        ]
+        names = {"class": "accuracy", "classes": "micro_f1"}
+        self.best_by = names.get(config.objective, "pearson")
         self._model_labels = labels
         sources: dict[str, Any] = {NEW: new} if new else self.sources()
         rows = read_splits(sources, training, self.rows)
@@ -85,8 +84,13 @@ class Classification(FinetuneDataset):
             name: self._examples(name, split_rows, ids, vocabulary)
             for name, split_rows in rows.items()
         }
-        if "train" in rows and self.objective != "number":
+        if "train" in rows and not self.is_number:
             self._report_absent_labels()
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the label is a number."""
+        return self.objective in ("number", "relevance")
 
     # --- Reading ----------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class Classification(FinetuneDataset):
             yield Row(where, str(index), fields[config.text_a], b, label)
 
     def _find_labels(self, rows: dict[str, list[Row]], sources: dict[str, str]) -> tuple[str, ...]:
-        if self.objective == "number":
+        if self.is_number:
             return (self.config.label,)
         if self.config.labels:
             return read_labels(self.config.labels)
@@ -149,7 +153,7 @@ class Classification(FinetuneDataset):
         return [] if label is None else [_label_name(label, row.where)]
 
     def _target(self, row: Row, ids: dict[str, int]) -> Any:
-        if self.objective == "number":
+        if self.is_number:
             if row.label is None:
                 return math.nan
             advice = "correct it, or set config.task.objective='class' for labels"
@@ -205,7 +209,7 @@ class Classification(FinetuneDataset):
 
     def measure(self, truth: np.ndarray, logits: Float[np.ndarray, "E C"]) -> dict[str, float]:
         """Return the metrics of logits against labels."""
-        if self.objective == "number":
+        if self.is_number:
             return metrics.regression(truth, logits[:, 0])
         if self.objective == "class":
             return metrics.classification(truth, logits.argmax(1), len(self.labels))
@@ -214,7 +218,7 @@ class Classification(FinetuneDataset):
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
         """Write predictions.tsv: index, label (or number), the probability of every label, and the texts."""
         stacked = self.stacked(logits)
-        if self.objective == "number":
+        if self.is_number:
             header, cells = ["index", self.labels[0]], [[f"{x:.6g}"] for x in stacked[:, 0]]
         else:
             probs = probabilities(stacked, self.objective)
@@ -233,7 +237,7 @@ class Classification(FinetuneDataset):
     def predictions(self, split: str, logits: Logits) -> list[Prediction]:
         """Return the label or labels of each example with their probabilities, or its number."""
         stacked = self.stacked(logits)
-        if self.objective == "number":
+        if self.is_number:
             return [Prediction(float(value), {}) for value in stacked[:, 0]]
         return [
             Prediction(
