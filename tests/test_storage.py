@@ -542,21 +542,12 @@ def test_remote_rows_equal_local_rows(remote_rows, rows, cache):
     order = np.random.default_rng(0).permutation(len(near))
     for name, values in far.read(order).items():
         np.testing.assert_array_equal(values, near.read(order)[name])
+    order = np.arange(700)
+    mixed = [Mixture([x, near], [1.0, 2.0], 0.0, [0, 0], True) for x in (far, near)]
+    for name, values in mixed[0].read(order).items():
+        np.testing.assert_array_equal(values, mixed[1].read(order)[name])
     assert far.is_local
     assert len(list(cache.rglob("*.arrayrecord"))) == len(near._shards)
-
-
-@on_both
-def test_remote_rows_are_mixed(remote_rows, rows, cache):
-    far, near = (
-        Mixture(
-            [loader.RowDataset(folder, "train") for folder in pair], [1.0, 2.0], 0.0, [0, 0], True
-        )
-        for pair in ((remote_rows, rows()), (rows(), rows()))
-    )
-    order = far.indices(np.arange(700), 0)
-    for name, values in far.read(order).items():
-        np.testing.assert_array_equal(values, near.read(order)[name])
 
 
 @on_both

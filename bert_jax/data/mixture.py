@@ -4,6 +4,7 @@ Each folder has its own shuffled order (`shuffle`). A pattern of low discrepancy
 folders, so every batch has their shares to within about a row, and resuming needs no state.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,26 +40,18 @@ def merged(manifests: Sequence[Manifest], where: str = "") -> Manifest:
         return first
 
     def joined(splits: Sequence[Split]) -> Split:
-        rows, tokens = sum(s.rows for s in splits), sum(s.real_tokens for s in splits)
-        return Split(
-            sum(split.documents for split in splits),
-            sum(split.sequences for split in splits),
-            rows,
-            tokens,
-            tokens / max(rows * first.tokens, 1),
-            tuple(shard for split in splits for shard in split.shards),
-        )
+        names = ("documents", "sequences", "rows", "real_tokens")
+        sums = {name: sum(getattr(split, name) for split in splits) for name in names}
+        fill = sums["real_tokens"] / max(sums["rows"] * first.tokens, 1)
+        shards = tuple(shard for split in splits for shard in split.shards)
+        return Split(**sums, fill_fraction=fill, shards=shards)
 
-    values = {
-        "sources": tuple(source for m in manifests for source in m.sources),
-        "length_histogram": tuple(
-            map(sum, zip(*(m.length_histogram for m in manifests), strict=True))
-        ),
-        "warnings": tuple(warning for m in manifests for warning in m.warnings),
-        "train": joined([m.train for m in manifests]),
-        "heldout": joined([m.heldout for m in manifests]),
-    }
-    return Manifest(**{**vars(first), **values})
+    return dataclasses.replace(
+        first,
+        sources=tuple(source for manifest in manifests for source in manifest.sources),
+        train=joined([manifest.train for manifest in manifests]),
+        heldout=joined([manifest.heldout for manifest in manifests]),
+    )
 
 
 def token_shares(
@@ -170,12 +163,10 @@ class Mixture:
             segment = _segment(start, shares, segment.rows_before(start))
             yield segment
 
-    def _segment_of(self, position: int) -> _Segment:
-        return [segment for segment in self._segments if segment.start <= position][-1]
-
     def rows_before(self, position: int) -> Int64[np.ndarray, " n"]:
         """Return the number of rows of each folder before a position, with those of earlier parts."""
-        return self._segment_of(position).rows_before(position)
+        begun = [segment for segment in self._segments if segment.start <= position]
+        return begun[-1].rows_before(position)
 
     def indices(self, positions: Int[np.ndarray, " m"], seed: int) -> Int64[np.ndarray, " m"]:
         """Return the indices at positions of the order, counted through all folders, one after the other."""
@@ -197,10 +188,9 @@ class Mixture:
     def read(self, indices: Int[np.ndarray, " m"]) -> Batch:
         """Return the rows at `indices` (see `RowDataset.read`)."""
         folders = np.searchsorted(self._starts, indices, "right") - 1
-        order = np.argsort(folders, kind="stable")
         parts = [
             self._datasets[i].read(indices[folders == i] - self._starts[i])
             for i in np.unique(folders)
         ]
-        back = np.argsort(order)
+        back = np.argsort(np.argsort(folders, kind="stable"))
         return {name: np.concatenate([p[name] for p in parts])[back] for name in parts[0]}
