@@ -6,9 +6,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bert_jax.api import Model, Output, Prediction, UserError, finetune, load, pretrain
+    from bert_jax.api import Model, Output, Prediction, UserError, finetune, load, mteb, pretrain
 
-__all__ = ["Model", "Output", "Prediction", "UserError", "finetune", "load", "pretrain"]
+__all__ = ["Model", "Output", "Prediction", "UserError", "finetune", "load", "mteb", "pretrain"]
 
 # pyproject.toml reads it from here, so that a checkout that is not installed has a version too.
 __version__ = "0.2.0"

@@ -26,6 +26,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
@@ -302,6 +303,20 @@ def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
         checkpoint: of a run: "best", "latest" or a step number.
     """
     return Model(str(source), str(checkpoint), *source_lib.open_model(str(source), str(checkpoint)))
+
+
+def mteb(model: Model, prompts: Mapping[str, str] = MappingProxyType({}), **settings: Any) -> Any:
+    """Return a model for `mteb.evaluate(bert_jax.mteb(model), tasks)`; needs the extra `mteb`.
+
+    Args:
+        model: the model.
+        prompts: what is put before "query" and "document" texts of retrieval, such as
+            {"query": "query: ", "document": "passage: "} for E5.
+        settings: as for `Model.embed`.
+    """
+    from bert_jax.inference.mteb_encoder import MtebEncoder
+
+    return MtebEncoder(functools.partial(model.embed, **settings), model.source, prompts)
 
 
 @_python_names()
