@@ -95,6 +95,22 @@ def test_wandb_resumes_by_run_id_and_uses_our_steps(monkeypatch, tmp_path):
     ]
 
 
+def test_trackio_resumes_by_name(monkeypatch, tmp_path):
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda *args, **named: calls.append((args, named)), finish=lambda: calls.append("end")
+    )
+    fake = types.SimpleNamespace(init=lambda *args, **named: calls.append((args, named)) or run)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    (tracker,) = opened("trackio", tmp_path / "run")
+    tracker.log(50, VALUES)
+    tracker.close(failed=False)
+    (project,), settings = calls[0]
+    assert (project, settings["name"], settings["resume"]) == ("bert_jax", "run-0123abcd", "allow")
+    assert settings["config"]["devices"] == "8 TPU v4"
+    assert calls[1:] == [((VALUES,), {"step": 50}), "end"]
+
+
 def test_mlflow_resumes_an_existing_run(monkeypatch, tmp_path):
     fake = FakeMLflow()
     monkeypatch.setitem(sys.modules, "mlflow", fake)

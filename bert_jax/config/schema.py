@@ -200,7 +200,7 @@ class EmbedConfig:
     truncate_dim: int = not_negative(0)
 
 
-TRACKERS = ("wandb", "mlflow")
+TRACKERS = ("wandb", "mlflow", "trackio")
 
 
 @dataclasses.dataclass
@@ -257,10 +257,10 @@ class TrainConfig:
     # hundred: write a profiler trace and a table of time by operation (`bert_jax.tools.profile`) to the
     # workdir's profile/. Results do not change. () disables profiling.
     profile_steps: tuple[int, ...] = ()
-    # Where metrics are sent, besides the workdir: "wandb", "mlflow".
+    # Where metrics are sent, besides the workdir: "wandb", "mlflow", "trackio".
     trackers: tuple[str, ...] = constrained(
         (),
-        "'wandb', 'mlflow' or both: --config.trackers=\"'wandb','mlflow'\"",
+        "'wandb', 'mlflow', 'trackio' or several: --config.trackers=\"'wandb','mlflow'\"",
         lambda value: {*value} <= {*TRACKERS},
     )
     # Require this platform: "cpu", "gpu" or "tpu". "" takes the best one available.

@@ -1,6 +1,6 @@
-"""Send the metrics of a run to experiment trackers: Weights & Biases and MLflow.
+"""Send the metrics of a run to experiment trackers: Weights & Biases, MLflow and Trackio.
 
-Both work offline: with WANDB_MODE=offline a run is written to its workdir, for `wandb sync`; MLflow
+All work offline: Trackio (huggingface.co/docs/trackio) writes to a database of the user (TRACKIO_DIR); with WANDB_MODE=offline a run is written to its workdir, for `wandb sync`; MLflow
 writes to a folder or a server (MLFLOW_TRACKING_URI). A resumed run continues the same tracker run.
 """
 
@@ -43,7 +43,11 @@ def open_trackers(
     config: TrainConfig, folder: pathlib.Path, run: str, devices: str
 ) -> dict[str, Tracker]:
     """Open the trackers of `config.trackers`, by name; a run that resumes keeps its identity `run`."""
-    makers: dict[str, Callable[..., Tracker]] = {"wandb": _Wandb, "mlflow": _MLflow}
+    makers: dict[str, Callable[..., Tracker]] = {
+        "wandb": _Wandb,
+        "mlflow": _MLflow,
+        "trackio": _Trackio,
+    }
     settings = {**flatten(config), "devices": devices}
     trackers = {}
     for name in config.trackers:
@@ -57,7 +61,11 @@ def open_trackers(
             raise
         except Exception as error:  # packages of others raise what they like
             text = " ".join(str(error).split())[:200]
-            offline = {"wandb": "WANDB_MODE=offline", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
+            offline = {
+                "wandb": "WANDB_MODE=offline",
+                "mlflow": "MLFLOW_TRACKING_URI=file:mlruns",
+                "trackio": "TRACKIO_DIR=trackio without TRACKIO_SPACE_ID",
+            }
             raise UserError(
                 f"config.trackers: {name} does not start ({text}); {offline[name]} needs no server"
             ) from error
@@ -120,3 +128,19 @@ class _MLflow:
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+
+
+class _Trackio:
+    def __init__(self, settings: dict[str, Any], folder: pathlib.Path, run: str):
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        # Runs resume by their name.
+        options = {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        name = f"{folder.name}-{run[:8]}"
+        self._run = trackio.init(PROJECT, name=name, config=settings, **options)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish()
