@@ -30,7 +30,8 @@ def write_data(folder):
     lines = [f"w0 w{i % 9}\t{document(mark)}\t{grades[mark]}" for i, mark in enumerate(marks)]
     (folder / "train.tsv").write_text("\n".join(["query\tdocument\tscore", *lines]) + "\n")
     corpus = [{"_id": f"d{i}", "text": document([*grades][i % 3])} for i in range(30)]
-    queries = [{"_id": f"q{i}", "text": f"w0 w{7 + i}"} for i in range(5)]
+    words = [["w0", *(f"w{rng.randrange(4, 30)}" for _ in range(6))] for _ in range(5)]
+    queries = [{"_id": f"q{i}", "text": " ".join(dict.fromkeys(x))} for i, x in enumerate(words)]
     qrels = [f"q{i}\td{j}\t{2 - j % 3}" for i in range(5) for j in range(30)]
     (folder / "beir" / "qrels").mkdir(parents=True)
     for name, rows in (("corpus", corpus), ("queries", queries)):

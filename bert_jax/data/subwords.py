@@ -73,25 +73,18 @@ def train(
 
 def _untrained(kind: str, size: int, lowercase: bool, min_frequency: int) -> tuple[Any, Any]:
     """Return a tokenizer without pieces, and its trainer."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     # A mask takes the space before it, as in RoBERTa, ALBERT and ModernBERT.
-    special = [AddedToken(token, lstrip=token == "[MASK]", special=True) for token in SPECIAL]
+    special = [
+        tokenizers.AddedToken(token, lstrip=token == "[MASK]", special=True) for token in SPECIAL
+    ]
     steps = [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
     steps = steps if lowercase else []
     settings = {"vocab_size": size, "special_tokens": special, "show_progress": False}
     if kind == "bpe":
-        tokenizer = Tokenizer(models.BPE())
+        tokenizer = tokenizers.Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -99,8 +92,11 @@ def _untrained(kind: str, size: int, lowercase: bool, min_frequency: int) -> tup
             **settings, min_frequency=min_frequency, initial_alphabet=alphabet
         )
     else:
-        tokenizer = Tokenizer(models.Unigram())
-        steps = [*(steps or [normalizers.NFKC()]), normalizers.Replace(Regex(" {2,}"), " ")]
+        tokenizer = tokenizers.Tokenizer(models.Unigram())
+        steps = [
+            *(steps or [normalizers.NFKC()]),
+            normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
+        ]
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
         trainer = trainers.UnigramTrainer(**settings, unk_token=SPECIAL[1])
