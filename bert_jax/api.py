@@ -383,6 +383,8 @@ def pretrain(
     if init:
         keys = set(changes or {}) if isinstance(config, str) else None
         settings, start = warm_start.open_start(settings, str(init), str(checkpoint), keys)
+    elif settings.init_scheme:
+        raise UserError(f"config.init_scheme={settings.init_scheme}: it needs init")
     train.train(
         *pretraining.make_phases(settings, objective, start, workdir),
         str(workdir),

@@ -94,3 +94,5 @@ def test_loss_at_step_0_is_below_that_of_random_parameters(rows, tmp_path, capsy
     ):
         argv = [*common, tmp_path / "no", *arguments("init_scheme=tile", *norm, size=size)]
         assert message in refused(capsys, *argv, "--init", source)
+    argv = [*common, tmp_path / "no", *arguments("init_scheme=tile", *norm)]
+    assert "it needs --init" in refused(capsys, *argv)

@@ -196,6 +196,8 @@ def open_start(config: Any, options: Any) -> tuple[Any, Any]:
     if not options.init:
         if options.checkpoint != "best":
             raise UserError(f"--checkpoint {options.checkpoint}: it needs --init")
+        if config.init_scheme:
+            raise UserError(f"config.init_scheme={config.init_scheme}: it needs --init")
         return config, None
     from bert_jax.config import flags
     from bert_jax.objectives import warm_start
