@@ -29,7 +29,8 @@ def test_wheel_has_all_packages():
 
 def test_importing_all_modules_loads_no_other_framework():
     names = [info.name for info in pkgutil.walk_packages(bert_jax.__path__, "bert_jax.")]
-    names = [name for name in names if not name.endswith("__main__")]
+    # What runs MTEB needs MTEB, which needs PyTorch.
+    names = [name for name in names if not name.endswith(("__main__", "mteb_encoder"))]
     code = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
