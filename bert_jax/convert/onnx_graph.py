@@ -30,7 +30,8 @@ except ImportError as error:
     raise missing("ONNX files need the packages onnx and onnxruntime", "onnx") from error
 
 MODEL, QUANTIZED = "model.onnx", "model_quantized.onnx"
-_MAX_BYTES = (1 << 31) - (1 << 24)  # of a protobuf file; larger models have their weights beside it
+# Of a protobuf file; larger models have their weights in a second file.
+_MAX_BYTES = (1 << 31) - (1 << 24)
 _SAMPLE = (
     "The river rises in the mountains and flows through three countries to the sea.",
     "In 1905 she moved to Paris, where she taught mathematics until her retirement.",
@@ -57,13 +58,13 @@ def write(folder: pathlib.Path, config: ModelConfig, params: Params) -> None:
 
 
 def quantize(folder: pathlib.Path, vocabulary: Vocabulary, max_tokens: int) -> str:
-    """Write model_quantized.onnx beside model.onnx, and return a line about what it loses.
+    """Write model_quantized.onnx next to model.onnx, and return a line about how its outputs differ.
 
     The weights of dense layers become int8, with a scale per output, and so do their inputs when it
     runs, with a scale per batch (ONNX Runtime's `quantize_dynamic`). Embeddings, and a decoder tied to
     them, stay float32. Both files are compared on a few English sentences.
     """
-    logging.disable(logging.WARNING)  # advice that is about convolutions
+    logging.disable(logging.WARNING)  # advice for convolutions
     try:
         quantization.quantize_dynamic(
             folder / MODEL, folder / QUANTIZED, op_types_to_quantize=["MatMul"], per_channel=True

@@ -138,8 +138,8 @@ def open_start(
     """Load the model that a pretraining run continues from.
 
     Encoder and heads start from its parameters, with a fresh optimizer and schedule. The run's config
-    decides which heads there are, may extend the positions, may enlarge the model (`growth`), may change the base of "rope", and sets how
-    the model is computed.
+    decides which heads there are and how the model is computed. It may extend the positions, enlarge the
+    model (`growth`) and change the base of "rope".
 
     Args:
         config: validated config of the run.

@@ -1,7 +1,8 @@
 """Send the metrics of a run to experiment trackers: Weights & Biases, MLflow and Trackio.
 
-All work offline: Trackio (huggingface.co/docs/trackio) writes to a database of the user (TRACKIO_DIR); with WANDB_MODE=offline a run is written to its workdir, for `wandb sync`; MLflow
-writes to a folder or a server (MLFLOW_TRACKING_URI). A resumed run continues the same tracker run.
+All work offline: with WANDB_MODE=offline a run is written to its workdir, for `wandb sync`; MLflow writes to
+a folder or a server (MLFLOW_TRACKING_URI), Trackio (huggingface.co/docs/trackio) to a database of the
+user (TRACKIO_DIR). A resumed run continues the same tracker run.
 """
 
 import os
