@@ -44,7 +44,7 @@ hypothesis.settings.load_profile("fixed")
 
 # The slowest test files, which only `make test-all` runs: first, so that no worker starts one of them last.
 LONGEST = (
-    "storage", "train", "finetune_runs", "checkpoint", "goldens", "finetuning", "electra", "families", "guard",
+    "sweep_clouds", "storage", "train", "finetune_runs", "checkpoint", "goldens", "finetuning", "electra", "families", "guard",
     "architectures", "convert", "sweep", "distributed", "lora", "continued", "fuzz", "profile", "distillation",
     "step_program", "launch", "convert_refused", "sentence_encoders", "contrastive", "preflight", "launch_tpu",
 )  # fmt: skip
