@@ -655,7 +655,8 @@ def test_damaged_checkpoints_are_set_aside(url, capfd):
         assert any(name.startswith("4/") for name in storage.listing(f"{url}/damaged"))
         left = checkpoint.Checkpoints(folder / "checkpoints", config, identity=identity)
         assert left.steps() == [1]
-        restored, _ = left.restore(1, jax.eval_shape(lambda: {"a": jnp.ones(50)}))
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        restored, _ = left.restore(1, checkpoint.abstract({"a": jnp.ones(50)}, device))
         np.testing.assert_array_equal(restored["a"], np.arange(50.0) + 1)
         left.close()
         storage.delete([f"{checkpoints}/{name}" for name in storage.listing(checkpoints)])
