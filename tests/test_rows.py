@@ -111,13 +111,6 @@ def make_manifest():
     )  # fmt: skip
 
 
-def test_manifest_round_trip(tmp_path):
-    manifest = make_manifest()
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest.to_dict()))
-    assert rows.read_manifest(tmp_path) == manifest
-    assert manifest.format == RowFormat(24, 3, 100)
-
-
 def altered(shard=(), train=(), **changes):
     """Return a manifest, of which the first shard, the training split or other values differ."""
     values = make_manifest().to_dict()
@@ -132,21 +125,13 @@ def altered(shard=(), train=(), **changes):
         (None, "not a folder of rows"),
         ("{", "cannot read"),
         ("[1]", "version None"),
-        ("", "cannot read"),
         (altered(version=99), "version 99"),
-        (json.dumps({"version": rows.FORMAT_VERSION}), "not a manifest"),
         (altered(heldout={}), "not a manifest .*heldout"),
-        (altered(heldout=None), "not a manifest .*heldout"),
-        (altered(extra=1), "not a manifest .*extra"),
         (altered(tokens=10**12), "1000000000000 tokens"),
-        (altered(sequences=0), "0 sequences"),
         (altered(vocab_size=1 << 40), "a vocabulary of 1099511627776"),
-        (altered(tokens="32"), "not a manifest .*tokens"),
         (altered({"name": "../../etc/passwd"}), "etc/passwd"),
-        (altered({"name": "/x.arrayrecord"}), "/x.arrayrecord"),
         (altered({"rows": -1}), "-1 rows"),
         (altered(train={"rows": 10**12}), "number of rows"),
-        (altered(train={"shards": [None]}), "not a manifest .*shards"),
     ],
 )
 def test_bad_manifest_is_refused(tmp_path, content, key):

@@ -163,33 +163,22 @@ def test_best_thresholds_equal_the_official_search(cases):
 # Reading
 
 
-def one_question(**entry):
-    return {"data": [{"paragraphs": [{"context": "x", "qas": [entry]}]}]}
-
-
 def one_answer(answers, **more):
-    return one_question(id="Q7", question="x", answers=answers, **more)
+    entry = {"id": "Q7", "question": "x", "answers": answers, **more}
+    return {"data": [{"paragraphs": [{"context": "x", "qas": [entry]}]}]}
 
 
 @pytest.mark.parametrize(
     ("value", "key"),
     [
-        ([], "'data'"),
-        ({"data": [{"title": "x"}]}, r"data\[0\]: 'paragraphs'"),
         ({"data": [{"paragraphs": [{"qas": []}]}]}, r"data\[0\]\.paragraphs\[0\]: 'context'"),
-        (one_question(), r"paragraphs\[0\]\.qas\[0\]: 'id'"),
-        (one_question(id="Q7"), "'Q7': 'question'"),
         ({"data": []}, "no questions"),
         (layout([question("Q7"), question("Q7")]), "duplicate .*'Q7'"),
-        (one_answer("paris"), "'Q7': 'answers'"),
         (one_answer(None), "'Q7': 'answers'"),
-        (one_answer([{"text": "paris"}]), "'Q7': 'answer_start'"),
         (one_answer([{"text": 3, "answer_start": 1}]), "'Q7': 'text'"),
-        (one_answer([{"answer_start": 1}]), "'Q7': 'text'"),
         (one_answer([{"text": "x", "answer_start": 0}], is_impossible=True), "'Q7': is_impossible"),
         (b'{"data":\n[,', ":2: not JSON"),
         (b'{"data": "\xff"}', "not UTF-8"),
-        (b"[" * 100_000, "not JSON"),
         (gzip.compress(b"{}" * 1000, mtime=0)[:20], "damaged"),
     ],
 )

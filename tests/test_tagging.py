@@ -121,11 +121,8 @@ def test_json_lines_are_read_as_columns(tmp_path):
     new = TokenClassification(config, VOCABULARY, labels=dataset.labels, new=str(path))
     assert new._sentences["new"].words == [["he", "left"]]
     for second, key in (
-        ({"tokens": ["a"], "ner_tags": [3]}, "jsonl:2: .*not numbers"),
         ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "jsonl:2: 2 tokens but 1"),
-        ({"tokens": "a b", "ner_tags": ["O"]}, "jsonl:2: .*lists"),
         ({"tokens": ["a\n"], "ner_tags": ["O"]}, "jsonl:2: .*line breaks"),
-        ({"words": ["a"]}, "jsonl:2: no 'tokens'"),
         ({"tokens": ["a", "b"], "ner_tags": ["O", "E-LOC"]}, "jsonl:2: .*'E-LOC'"),
     ):
         path.write_text(f"{json.dumps(lines[0])}\n{json.dumps(second)}\n")
@@ -133,10 +130,9 @@ def test_json_lines_are_read_as_columns(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.conll", "x.jsonl"])
-@pytest.mark.parametrize("text", ["", "\n\n"])
-def test_files_without_sentences_are_refused(tmp_path, name, text):
+def test_files_without_sentences_are_refused(tmp_path, name):
     path = tmp_path / name
-    path.write_text(text)
+    path.write_text("\n\n")
     refused(f"{name}: no words", conll_score.read, path)
     options = {"labels": ("O", "B-x"), "new": str(path)}
     refused(
@@ -148,12 +144,8 @@ def test_files_without_sentences_are_refused(tmp_path, name, text):
     ("data", "key"),
     [
         (b"a O\nb NN O\n", "x:2"),
-        (b"# text = a\n", "x: no words"),
-        (b"a\tO\n\nb\n", "x:3"),
         (b"a O\n\tO\n", "x:2"),
-        (b"a O\nb \0\n", "x:2"),
         (b"a O\n\nb\xff O\n", "x:3"),
-        (b"\n\n", "x: no words"),
         (gzip.compress(b"a O\n" * 99, mtime=0)[:-9], "x: .*damaged"),
         (None, "cannot read .*x"),
     ],
@@ -270,9 +262,7 @@ def test_tags_are_scored_from_one_file_or_two(tmp_path):
     ("text", "key"),
     [
         ("john O\nsmith O\nsaw O\nlondon O\n\nhe O\nleft O\n. O\n", "other:4: .*'london'"),
-        ("john O\nsmith O\nsaw O\n\nhe O\nleft O\n. O\n", "other:4: the word ''"),
         ("john O\nsmith O\nsaw O\nparis O\n", "other:end"),
-        ("john\nsmith\nsaw\nparis\n\nhe\nleft\n.\n", "other:1: 1 columns"),
         ("john O\nsmith E-x\nsaw O\nparis O\n\nhe O\nleft O\n. O\n", "other:2: .*'E-x'"),
     ],
 )
@@ -391,30 +381,20 @@ def test_iob1_is_read_as_bio(tmp_path):
     assert dataset.labels == ("O", "B-x", "I-x", "B-y", "I-y")
 
 
-@pytest.mark.parametrize("letters", SCHEMES)
-@pytest.mark.parametrize("style", STYLES)
-def test_entities_of_every_scheme_and_style_are_learned(tmp_path, letters, style):
-    tags = [style.format(letter=letter, kind="x") for letter in letters]
-    sentences = [[*(("a", tag) for tag in tags), ("b", "O")]]
-    dataset = tagging(tmp_path, sentences)
-    assert (dataset.labels, dataset.best_by) == (("O", *tags), "f1")
-    assert dataset.tagging == (letters, style)
-    assert dataset._sentences["train"].tags == [[*tags, "O"]]
-    expected = {
-        f"f1_{'_' if style == '{letter}' else 'x'}",
-        "accuracy",
-        "precision",
-        "recall",
-        "f1",
-    }
-    assert dataset.score("train", perfect(dataset)).keys() == expected
-    # Labels of all letters, also of those that the data lack.
-    few = tags[0] if letters == "BI" else tags[-1]
-    assert tagging(tmp_path, [[("a", few), ("b", "O")]]).labels == (
-        ("O", *tags)
-        if style != "{letter}" or letters == "BI"
-        else ("O", few)[:: -1 if few < "O" else 1]
-    )
+@pytest.mark.parametrize(
+    ("letters", "style", "tag"),
+    [
+        ("BI", "{letter}", "B"),
+        ("BI", "{letter}-{kind}", "B-x"),
+        ("BIES", "{kind}-{letter}", "x-S"),
+        ("BILU", "{letter}_{kind}", "U_x"),
+    ],
+)
+def test_labels_are_of_all_letters_also_of_those_that_the_data_lack(tmp_path, letters, style, tag):
+    dataset = tagging(tmp_path, [[("a", tag), ("b", "O")]])
+    assert (dataset.tagging, dataset.best_by) == ((letters, style), "f1")
+    assert dataset.labels == ("O", *(style.format(letter=x, kind="x") for x in letters))
+    assert dataset.score("train", perfect(dataset))["f1"] == 1
 
 
 def test_plain_labels_are_scored_by_accuracy(tmp_path):
@@ -432,10 +412,8 @@ def test_plain_labels_are_scored_by_accuracy(tmp_path):
         ([*TWO, [("a", "O"), ("b", "S-PER")]], None, "train.txt:11: .*'S-PER'"),
         ([[("a", "B-x"), ("b", "NN")]], None, "train.txt:2: .*'NN'"),
         (TWO, [[("x", "B-ORG")]], "dev.txt:1: .*'B-ORG', not one of O, B-LOC"),
-        ([[("x", "NN"), ("y", "VB")]], [[("x", "B-ORG")]], "dev.txt:1: .*'B-ORG'"),
         (TWO, [[("x",)]], "dev.txt:1: 1 columns"),
         ([[("a", "O"), ("b", "O")]], None, "train.txt: .*'O'"),
-        ([[("alone",)]], None, "train.txt:1: 1 columns"),
     ],
 )
 def test_invalid_tag_error_names_the_line(tmp_path, train, dev, key):
