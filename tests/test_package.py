@@ -2,14 +2,13 @@
 
 import os
 import pathlib
-import shlex
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from bert_jax import __version__, cli, errors
+from bert_jax import __version__, cli
 from bert_jax.config import fields, flags
 from bert_jax.config.schema import Config, FinetuneConfig
 
@@ -50,7 +49,7 @@ def test_wheel_pretrains_in_an_empty_folder(tmp_path):
     output = python("-c", code, *commands, **site)
     assert str(tmp_path) in output
     assert "%" in output.partition(commands[-1])[2]
-    assert __version__ in python("-m", "bert_jax", "--version", **site)
+    assert f"bert_jax {__version__}, jax " in python("-m", "bert_jax", "--version", **site)
     assert (tmp_path / "report.html").read_text().count("masked_lm_loss") > 1
     assert "install 's3fs" in output
     # `launch` sends the installed package as a wheel, whose copy has the same files.
@@ -64,11 +63,6 @@ def test_wheel_pretrains_in_an_empty_folder(tmp_path):
     assert pathlib.Path("bert_jax/tools/launch/scripts/tpu_worker.sh") in files[0]
 
 
-def test_version_option_prints_versions(capsys):
-    assert cli.main(["--version"]) == 0
-    assert f"bert_jax {__version__}, jax " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -76,14 +70,9 @@ def test_version_option_prints_versions(capsys):
         (["pretrain", "--wordir", "x"], "did you mean --workdir?"),
         (["vocab", "--out", "x", "--size", "a", "y"], "--size"),
         (["pretrain", "--max_steps=9"], "did you mean --config.steps?"),
-        (["pretrain", "--learning-rate", "9"], "did you mean --config.optim.learning_rate?"),
-        (["pretrain", "--epochs", "9"], "did you mean --config.steps?"),
         (["pretrain", "--max_seq_length", "9"], "did you mean --config.phases[0].tokens?"),
-        (["finetune", "--num_train_epochs", "9"], "did you mean --config.epochs?"),
         (["finetune", "--max_seq_length", "9"], "did you mean --config.task.tokens?"),
         (["finetune", "--warmup_steps", "9"], "did you mean --config.warmup_fraction?"),
-        (["finetune", "--output_dir", "x"], "did you mean --workdir?"),
-        (["fill-mask", "--model_name_or_path", "x"], "did you mean --init?"),
         (["sweep", "--jobs", "0"], "--jobs: 0: it must be 1 or more"),
     ],
 )
@@ -93,19 +82,6 @@ def test_command_line_error_is_one_line(capsys, arguments, message):
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-def test_install_commands_are_those_of_a_checkout_or_of_packages(monkeypatch, tmp_path):
-    assert errors.install_command("gcs").endswith("[gcs]'")
-    monkeypatch.setattr(errors, "__file__", str(tmp_path / "bert_jax" / "errors.py"))  # a wheel
-    for extra, package in (
-        ("gcs", "gcsfs"),
-        ("cuda13", "jax[cuda13]"),
-        ("wiki", "mwparserfromhell"),
-    ):
-        command = shlex.split(errors.install_command(extra))
-        assert command[:2] == ["pip", "install"]
-        assert [name.startswith(package) for name in command[2:]] == [True]
 
 
 def test_suggestions_for_options_of_other_programs_exist():

@@ -57,15 +57,6 @@ def test_every_seed_and_epoch_has_a_different_order():
     assert {tuple(sorted(order)) for order in orders} == {tuple(range(23))}
 
 
-def test_batches_are_a_function_of_seed_and_step():
-    plan = plans(RandomExamples("sequence"))[0]
-    whole = list(plan.batches(1, 0, 5))
-    assert len(whole) == 5
-    for a, b in zip(whole[3:], plan.batches(1, 3, 5), strict=True):
-        for name in a:
-            np.testing.assert_array_equal(a[name], b[name])
-
-
 def test_evaluation_packs_every_example_exactly_once():
     examples = random_examples("sequence", count=50)
     plan = PackedBatches(examples, 8, 7, shuffle=False, rows_multiple=2)

@@ -47,21 +47,13 @@ TABLE = Table(
 )
 
 
-def test_table_shows_mean_std_seeds_and_paper_values():
-    text = TABLE.markdown(RESULTS, pathlib.Path())
-    assert "| size | score |\n|---|---|\n" in text
-    assert "| a | 51.0 ± 1.0 (3) [60.0] |" in text
-    assert "| c | 90.0 |" in text
-    assert "| e | not run |" in text
-
-
-def test_average_column_needs_a_complete_row():
+def test_table_shows_mean_std_seeds_and_paper_values_and_averages_complete_rows():
     rows = {"a": {"size": 1}, "c": {"size": 3}}
     columns = {"x": Column("score"), "y": Column("score", {"task": "y"})}
-    table = Table(rows, columns, {"a": {"x": 60.0, "y": 64.0}}, average=True)
+    table = Table(rows, columns, {"a": {"x": 60.0, "y": 64.0}}, "size", average=True)
     results = [line(0.5, size=1), line(0.7, size=1, task="y"), line(0.9, size=3)]
     text = table.markdown(results, pathlib.Path())
-    assert "|  | x | y | average |\n|---|---|---|---|\n" in text
+    assert "| size | x | y | average |\n|---|---|---|---|\n" in text
     # Column x has no filter, so it averages 50 and 70.
     assert "| a | 60.0 ± 14.1 (2) [60.0] | 70.0 [64.0] | 65.0 [62.0] |" in text
     assert "| c | 90.0 | not run | not run |" in text
