@@ -37,10 +37,6 @@ def token_log_probabilities(model, tokenizer, text, pll="original"):
     return log_probabilities
 
 
-def total(scores):
-    return sum(log_probability for _, log_probability in scores)
-
-
 def test_scores_match_transformers(tmp_path):
     model = torch_model()
     folder = save_pretrained(model, tmp_path / "hf")
@@ -48,7 +44,7 @@ def test_scores_match_transformers(tmp_path):
     scorer = SentenceScorer(open_model(str(folder)))
     for pll in PLL:
         tokens = [token_log_probabilities(model, tokenizer, text, pll) for text in TEXTS]
-        expected = list(map(total, tokens))
+        expected = [sum(x for _, x in own) for own in tokens]
         np.testing.assert_allclose(scorer(TEXTS, pll), expected, rtol=1e-5)
         np.testing.assert_allclose(scorer(TEXTS[::-1], pll=pll), expected[::-1], rtol=1e-5)
         for result, own in zip(scorer.tokens(TEXTS, pll), tokens, strict=True):
@@ -112,15 +108,14 @@ def test_accuracy_on_blimp_and_zorro_formats(tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_score_sentences_matches_the_python_api(tmp_path, capsys):
-    folder = save_pretrained(torch_model(), tmp_path / "hf")
-    model, texts = bert_jax.load(folder), ["the cat sat on a mat", "", "unst\tcat"]
+def test_score_sentences_matches_the_python_api(hf_folder, tmp_path, capsys):
+    model, texts = bert_jax.load(hf_folder), ["the cat sat on a mat", "", "unst\tcat"]
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"sentence": text}) + "\n" for text in texts))
     expected, tokens = model.score(texts), model.score_tokens(texts, "word-l2r")
 
     def run(*options):
-        argv = ["score-sentences", "--init", folder, "--column", "sentence", source, *options]
+        argv = ["score-sentences", "--init", hf_folder, "--column", "sentence", source, *options]
         assert cli.main(list(map(str, argv))) == 0
         return capsys.readouterr().out.splitlines()
 
@@ -144,19 +139,18 @@ def test_score_sentences_matches_the_python_api(tmp_path, capsys):
     ("name", "content", "key"),
     [
         ("a.jsonl", '{"sentence_good": "x"}\n', "a.jsonl:1: no text in 'sentence_bad'"),
-        ("a.json", "a\nb\n", "a.json"),
         ("a.txt", "one\n", "1 lines"),
         ("a.txt", "\n", "no pairs"),
         ("a.txt", "a b c\n" + "the " * 30 + "\n", "32 tokens"),
         ("folder/a.md", "", "BLiMP"),
     ],
 )
-def test_invalid_pair_files_are_rejected(tmp_path, name, content, key):
-    folder, data = save_pretrained(torch_model(), tmp_path / "hf"), tmp_path / name
+def test_invalid_pair_files_are_rejected(hf_folder, tmp_path, name, content, key):
+    data = tmp_path / name
     data.parent.mkdir(exist_ok=True)
     data.write_text(content)
     data = data.parent if "/" in name else data
-    assert key in error_of(minimal_pairs.evaluate, str(folder), [str(data)])
+    assert key in error_of(minimal_pairs.evaluate, str(hf_folder), [str(data)])
 
 
 def test_unusable_model_or_number_of_pairs_is_rejected(tmp_path):

@@ -193,24 +193,17 @@ def test_schedules(schedule, shape, end):
 )
 def test_schedules_match_transformers(name, warmup, steps):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    theirs, changes = {
-        "linear_from_warmup": (transformers.get_linear_schedule_with_warmup, {}),
-        "inverse_sqrt": (
-            lambda o, warmup, _: transformers.get_inverse_sqrt_schedule(o, warmup),
-            {},
-        ),
-        "constant": (
-            lambda o, warmup, _: transformers.get_constant_schedule_with_warmup(o, warmup),
-            {},
-        ),
-        "wsd": (
-            lambda o, warmup, steps: transformers.get_wsd_schedule(
-                o, warmup, steps // 5, steps, min_lr_ratio=0.1, decay_type="linear"
-            ),
-            {"decay_fraction": 0.2, "end_fraction": 0.1},
-        ),
+    their_name = {
+        "linear_from_warmup": "linear",
+        "inverse_sqrt": "inverse_sqrt",
+        "constant": "constant_with_warmup",
+        "wsd": "warmup_stable_decay",
     }[name]
-    theirs = theirs(optimizer, warmup, steps)
+    changes, options = {}, {}
+    if name == "wsd":
+        changes = {"decay_fraction": 0.2, "end_fraction": 0.1}
+        options = {"num_decay_steps": steps // 5, "min_lr_ratio": 0.1, "decay_type": "linear"}
+    theirs = transformers.get_scheduler(their_name, optimizer, warmup, steps, options)
     config = OptimConfig(learning_rate=2.0, warmup_steps=warmup, schedule=name, **changes)
     ours = optim.schedule(config, steps)(np.arange(steps))
     for step in range(steps):

@@ -130,7 +130,6 @@ def test_hlo_counts_include_loop_iterations():
         ("index=1\n}", "index=1", "ends in the computation main"),
         # Unlike the lines of a kernel's attributes, it follows a complete instruction.
         ("  %one =", "  one is 1\n  %one =", "cannot read this line of a program:   one is 1"),
-        ("%body (", "%body [", "cannot read this line of a program:   %state ="),
     ],
 )
 def test_text_that_is_no_program_is_an_error(old, new, message):
@@ -218,7 +217,6 @@ def test_group_along_one_axis_uses_only_its_links():
         ("v6e-32,slices=2", "v6e:4x8,slices=2", 64),
         # These types count two cores per chip; in JAX a v4 or v5p chip is one device.
         ("v4-8", "v4:2x2x1", 4),
-        ("v4-32", "v4:2x2x4", 16),
         ("v5p-256", "v5p:4x4x8", 128),
         ("tpu7x-8", "tpu7x:2x2x1", 8),
     ],
@@ -277,8 +275,6 @@ def test_expected_time_takes_the_longer_of_products_and_traffic():
         ("NVIDIA H100 80GB HBM3", "h100"),
         # Chips of other speed or memory whose names begin like those in the table.
         ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA A100-SXM4-40GB", None),
         ("NVIDIA L40S", None),
         ("cpu", None),
     ],
@@ -421,15 +417,11 @@ def test_suggested_change_makes_the_run_fit(many, capsys):
     ("arguments", "key"),
     [
         ("v9:4x4", "'v9:4x4'"),
-        ("v5p", "v5p:4x4x4"),
         ("v5e-24", "'v5e-24'"),
-        ("h100-8", "'h100-8'"),
         ("v5p:4x4", "v5p:4x4x4"),
         ("v5e:32x32", "v5e:16x16,slices=4"),
         ("h100:8,slices=2", "slices"),
-        ("h100:8 --config.mesh.fsdp=3", "8 devices"),
         ("h100:8 --config.mesh.tensor=8", "vocab_multiple"),
-        ("h100:8 --config.batch_size=12", "8 or 16"),
         ("h100:8 --config.phases[0].tokens=0", "phase 0"),
         ("h100:8 --sequences 0", "--sequences 0"),
         ("h100:8 --dollars-per-chip-hour -1", "--dollars-per-chip-hour"),

@@ -4,22 +4,17 @@ import html
 import json
 import re
 
-import numpy as np
 import pytest
 
 from bert_jax import cli
 from bert_jax.config.schema import Config, FinetuneConfig, PhaseConfig, TaskConfig
 from bert_jax.runs import workdir
 from bert_jax.tools.report import curves, plots, runs
-from tests.helpers.runs import VOCABULARY
+from tests.helpers.runs import VOCABULARY, refused
 
 ODD = "<b>tuned & $x$"
 HELDOUT = {"step": 3, "split": "heldout", "loss": 0.6, "accuracy": 0.5}
 FAST = {"step": 3, "steps_per_second": 2.0, "real_tokens_per_second": 100.0}
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def hand_written(folder, metrics, speed=(), samples=(), config=None, start="", seed=0):
@@ -33,7 +28,7 @@ def hand_written(folder, metrics, speed=(), samples=(), config=None, start="", s
     folder.mkdir(parents=True)
     workdir.write_or_check_config(folder, config, data, best, False, VOCABULARY)
     for name, lines in (("metrics", metrics), ("speed", speed), ("samples", samples)):
-        write_lines(folder / f"{name}.jsonl", lines)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     return folder
 
 
@@ -64,18 +59,6 @@ def tables(page):
 
 
 # --- Reading --------------------------------------------------------------------------------------
-
-
-def test_clock_of_a_killed_and_resumed_run(tmp_path):
-    """The second line times only the last 4 of its 10 steps: an earlier process ran the first 6."""
-    speed = [
-        {"step": 10, "seconds": 3600.0, "steps_per_second": 10 / 3600, "real_tokens_per_second": 2.0},
-        {"step": 20, "seconds": 3600.0, "steps_per_second": 4 / 3600, "real_tokens_per_second": 3.0},
-    ]  # fmt: skip
-    at = curves.clock(curves.read_speed(hand_written(tmp_path / "run", [HELDOUT], speed)))
-    assert at["step"].tolist() == [0, 10, 20]
-    assert at["hours"] == pytest.approx([0, 1, 3.5])
-    assert at["tokens"] == pytest.approx([0, 7200, 7200 + 2.5 * 3600 * 3])
 
 
 def test_run_names_are_unique_and_a_seed_without_metrics_is_skipped(tmp_path):
@@ -200,59 +183,42 @@ def test_page_is_static_and_has_the_tables_of_two_runs(tmp_path):
 
 def test_bad_input_gives_one_line_error(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    contents = {"empty": b"", "half": b'{"step": 1, "split"', "binary": b"\xff\xfe\xff"}
+    contents = {"half": b'{"step": 1, "split"', "binary": b"\xff\xfe\xff"}
     for name, content in contents.items():
         (hand_written(tmp_path / name, []) / "metrics.jsonl").write_bytes(content)
-    (hand_written(tmp_path / "bare", []) / "metrics.jsonl").unlink()
     (hand_written(tmp_path / "orphan", [HELDOUT]) / "config.json").unlink()
     (hand_written(tmp_path / "folder", [HELDOUT]) / "speed.jsonl").unlink()
     (tmp_path / "folder" / "speed.jsonl").mkdir()
     good, file = str(hand_written(tmp_path / "good", [HELDOUT])), tmp_path / "file"
     hand_written(tmp_path / "none", [{"step": 1, "split": "train"}])
-    odd = hand_written(tmp_path / "odd", [HELDOUT])
-    config = json.loads((odd / "config.json").read_text())
-    (odd / "config.json").write_text(json.dumps({**config, "data": None}))
     file.write_text("")
     for argv, key in (
-        *(([name], name) for name in ("bare", "gone", *contents)),
+        *(([name], name) for name in ("gone", *contents)),
         (["orphan"], "orphan holds no run"),
         (["x" * 300], "too long"),
-        (["odd"], "config.json"),
         (["folder"], "speed.jsonl: it is a folder"),
         (["none", "--out", "x.png"], "none has no loss"),
         ([good, "--out", file / "x.html"], "cannot write"),
-        ([good, "--out", file / "x.svg"], "cannot write"),
         ([good, "--out", "x.doc"], "x.doc"),
     ):
-        assert cli.main(["report", *map(str, argv)]) == cli.EXIT_USER_ERROR
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert key in line
+        assert key in refused(capsys, "report", *argv)
     assert not (tmp_path / "report.html").exists()
     assert cli.main(["report", good]) == 0
     assert (tmp_path / "report.html").exists()
 
 
-METRICS = (
-    [{"step": 3}, HELDOUT],
-    [5, HELDOUT],
-    [HELDOUT, {**HELDOUT, "accuracy": None, "loss": "x"}],
-    [
+def test_malformed_lines_are_skipped(tmp_path):
+    """Files of another program or an older version are shown as far as they can be read."""
+    numbers = [
         {**HELDOUT, "loss": 1e308},
         {**HELDOUT, "step": 6, "loss": -1e308},
         {**HELDOUT, "loss": 10**400},
-    ],
-)
-MASKS = (None, ["x"], [{}], [[{"token": "x"}]])
-SPEED = ({"step": 3, "steps_per_second": 2.0}, {**FAST, "steps_per_second": float("nan")})
-
-
-def test_malformed_lines_are_skipped(tmp_path):
-    """Files of another program or an older version are shown as far as they can be read."""
-    folders = []
-    for i, (metrics, masks) in enumerate(zip(METRICS, MASKS, strict=True)):
-        samples = [{"step": 3, "text": "a [MASK]", "masks": masks}]
-        written = hand_written(tmp_path / str(i), metrics, [SPEED[i % 2], FAST], samples)
-        folders.append(str(written))
-    assert cli.main(["report", *folders, "--out", str(tmp_path / "runs.html")]) == 0
-    accuracy = curves.curves(curves.read(folders))["accuracy"]
-    assert np.array([curve.values[0, 0] for curve in accuracy]).tolist() == [0.5] * len(folders)
+    ]
+    metrics = [{"step": 3}, 5, {**HELDOUT, "accuracy": None, "loss": "x"}, HELDOUT, *numbers]
+    speed = [{"step": 3, "steps_per_second": 2.0}, {**FAST, "steps_per_second": float("nan")}]
+    masks = (None, ["x"], [{}], [[{"token": "x"}]])
+    samples = [{"step": 3, "text": "a [MASK]", "masks": each} for each in masks]
+    folder = str(hand_written(tmp_path / "run", metrics, [*speed, FAST], samples))
+    assert cli.main(["report", folder, "--out", str(tmp_path / "runs.html")]) == 0
+    (curve,) = curves.curves(curves.read([folder]))["accuracy"]
+    assert curve.values.tolist() == [[0.5, 0.5]]

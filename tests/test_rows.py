@@ -101,21 +101,18 @@ def test_packing_matches_hand_computed_examples():
 # --- The manifest ---------------------------------------------------------------------------------
 
 
-def make_manifest():
+def altered(of_shard=(), of_train=(), **changes):
+    """Return a manifest, of which the first shard, the training split or other values differ."""
     shard = rows.Shard("train-00000.arrayrecord", 3, 100, "0" * 64)
     split = rows.Split(2, 5, 3, 60, 0.9, (shard,))
-    return rows.Manifest(
+    manifest = rows.Manifest(
         version=rows.FORMAT_VERSION, tokens=24, sequences=3, vocab_size=100, vocab_sha256="1" * 64,
         pairs="nsp", seed=0, settings={"tokens": 24}, sources=({"name": "a", "bytes": 7},),
         length_histogram=(0, 1, 2), warnings=("w",), train=split, heldout=split,
     )  # fmt: skip
-
-
-def altered(shard=(), train=(), **changes):
-    """Return a manifest, of which the first shard, the training split or other values differ."""
-    values = make_manifest().to_dict()
-    values["train"]["shards"][0].update(shard)
-    values["train"].update(train)
+    values = manifest.to_dict()
+    values["train"]["shards"][0].update(of_shard)
+    values["train"].update(of_train)
     return json.dumps({**values, **changes})
 
 
@@ -131,7 +128,7 @@ def altered(shard=(), train=(), **changes):
         (altered(vocab_size=1 << 40), "a vocabulary of 1099511627776"),
         (altered({"name": "../../etc/passwd"}), "etc/passwd"),
         (altered({"rows": -1}), "-1 rows"),
-        (altered(train={"rows": 10**12}), "number of rows"),
+        (altered(of_train={"rows": 10**12}), "number of rows"),
     ],
 )
 def test_bad_manifest_is_refused(tmp_path, content, key):

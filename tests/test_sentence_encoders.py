@@ -29,14 +29,9 @@ TEXTS = [
 ]
 # Name -> settings of `write`, what to compute (`reference`).
 VARIANTS = {
-    "lowercase": ({"sentence": {"do_lower_case": True}}, {"lower": True}),
     "lowercase RoBERTa": (
         {"sentence": {"do_lower_case": True, "max_seq_length": 20}, "roberta": True},
         {"lower": True, "tokens": 20},
-    ),
-    "prompt": (
-        {"defaults": {"prompts": {"q": "the cat: "}, "default_prompt_name": "q"}},
-        {"prompt": "the cat: "},
     ),
     "unused prompts": ({"defaults": {"prompts": {"q": "the cat: "}}}, {}),
     "empty prompt": ({"defaults": {"default_prompt_name": "query"}}, {}),
@@ -69,10 +64,6 @@ VARIANTS = {
     "cls by its old name": (
         {"pooling": {"pooling_mode_cls_token": True, "include_prompt": True}},
         {"cls": True},
-    ),
-    "mean by its old name": (
-        {"pooling": {"pooling_mode_mean_tokens": True}, "normalize": True},
-        {"unit": True},
     ),
     "length by RoBERTa's name": (
         {"sentence": {"max_seq_length": 9}, "sentence_name": "sentence_roberta_config.json"},
@@ -179,17 +170,11 @@ def test_settings_change_vectors_as_in_sentence_transformers(tmp_path, name):
     ("files", "key"),
     [
         ({"sentence": {"processor_kwargs": {"x": 1}}}, "--allow-unexpected processor_kwargs"),
-        ({"sentence": {"transformer_task": "fill-mask"}}, "--allow-unexpected transformer_task"),
         ({"sentence": {"do_lower_case": "yes"}}, "do_lower_case is 'yes', not true or false"),
         ({"defaults": {"default_prompt_name": "x"}}, "'x', which is not in prompts"),
         ({"defaults": {"truncate_dim": -1}}, "truncate_dim"),
-        ({"pooling": {"include_prompt": 0}}, "include_prompt is 0, not true or false"),
         ({"pooling": {"pooling_mode": ["cls", "mean"]}}, "pools by cls, mean"),
         ({"pooling": {"pooling_mode_max_tokens": True}}, "--allow-unexpected Pooling"),
-        (
-            {"pooling": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}},
-            "--allow-unexpected Pooling",
-        ),
         ({"more": ["Dense"]}, "--allow-unexpected Dense"),
     ],
 )

@@ -14,6 +14,7 @@ from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.tools import show_rows
+from tests.helpers.runs import refused
 
 
 def test_rows_are_shown_as_text(rows, capsys):
@@ -98,11 +99,10 @@ def test_splits_of_one_row_or_none_are_shown(tmp_path, capsys):
         output = capsys.readouterr().out
         assert "heldout: empty" in output
         assert output.count("\nrow ") == shown
-        assert cli.main(["rows", out, "--split", split, "--show", "2"]) == cli.EXIT_USER_ERROR
-        assert f"row {shown} in {split}" in capsys.readouterr().err
+        error = refused(capsys, "rows", out, "--split", split, "--show", "2")
+        assert f"row {shown} in {split}" in error
 
 
 @pytest.mark.parametrize(("option", "value"), [("--index", 9999), ("--index", -1), ("--show", -1)])
 def test_invalid_arguments_are_rejected(rows, capsys, option, value):
-    assert cli.main(["rows", str(rows(32, 3)), option, str(value)]) == cli.EXIT_USER_ERROR
-    assert str(value) in capsys.readouterr().err
+    assert str(value) in refused(capsys, "rows", rows(32, 3), option, value)

@@ -76,12 +76,10 @@ def perfect(dataset, split="dev"):
         ("Denver Broncos", "Broncos", 1, (0, 2 / 3)),  # P 1, R 1/2
         ("a b c d", "b c x", 2, (0, 2 * (2 / 3) * (2 / 3) / (4 / 3))),  # "a" is an article
         ("b b c", "b b b", 2, (0, 2 / 3)),  # two of three tokens match
-        ("x", "y", 2, (0, 0)),
         ("the", "a", 1, (1, 0)),  # empty once normalized: F1 is 0 in 1.1 and 1 in 2.0
         ("the", "a", 2, (1, 1)),
         ("", "x", 2, (0, 0)),
         ("", "", 2, (1, 1)),
-        ("The  Quick, brown fox.", "quick brown fox", 2, (1, 1)),
         ("U.S.-led Theatre", "usled theatre", 2, (1, 1)),
         ("the-a", "thea", 2, (1, 1)),  # punctuation is removed before articles
         ("\u2018the\u2019 x", "\u2018 \u2019 x", 2, (1, 1)),  # only ASCII punctuation

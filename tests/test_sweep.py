@@ -29,17 +29,10 @@ from bert_jax.tools.sweep.scheduler import Engine
 from bert_jax.tools.sweep.scheduler import Scheduler as Queue
 from bert_jax.training.summary import duration
 from tests.helpers.launch import has_ended, make_programs
-from tests.helpers.runs import VOCABULARY
+from tests.helpers.runs import VOCABULARY, refused
 from tests.helpers.sweeps import WAITING, background, run_sweep
 
 # Reading
-
-
-def test_dependencies_come_first_and_only_once(make_point):
-    a = make_point("a")
-    b, c = make_point("b", a), make_point("c", a)
-    names = [p.name for p in sweep.ordered("x", [make_point("d", c, b), c, a], pathlib.Path())]
-    assert names == ["a", "c", "b", "d"]
 
 
 def test_points_with_equal_facts_are_rejected(make_point):
@@ -83,16 +76,10 @@ def points_of(text):
     ("text", "expected"),
     [
         ("x = 1", "get_points(args)"),
-        (
-            "from bert_jax import UserError\n"
-            "def get_points(args): raise UserError('sweep.py: the reason')",
-            "the reason",
-        ),
         (points_of("1 / 0"), "get_points: ZeroDivisionError"),
         (points_of("3"), "yielded 3"),
         (points_of("Point('a', ('embed', 'x'))"), "'embed'"),
         (points_of("Point('a', ('vocab', n)) for n in 'xy'"), "the name 'a'"),
-        (points_of("Point(n, ('vocab', 1)) for n in 'xy'"), "'x' and 'y'"),
         (points_of("Point('a', ('vocab', 't', '--sise', 3))"), "a: bert-jax vocab: --sise: "),
         (points_of("Point('a', ('python', 'no.py'))"), "no such program: no.py"),
         (
@@ -102,16 +89,10 @@ def points_of(text):
             "    return [Point('a', ('pretrain', *where, '--config.optim.learning_rat=1'))]",
             "a: config.optim.learning_rat: ",
         ),
-        (
-            points_of("Point('a', ('finetune', '--init', 'x', '--config', 'no/such.py'))"),
-            "a: config file no/such.py does not exist",
-        ),
-        ("import nothing_of_that_name", "nothing_of_that_name"),
     ],
 )
 def test_invalid_sweep_file_is_rejected(write_sweep_file, capsys, text, expected):
-    assert cli.main(["sweep", str(write_sweep_file(text)), "--dry-run"]) == cli.EXIT_USER_ERROR
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(capsys, "sweep", write_sweep_file(text), "--dry-run")
     assert "sweep.py" in line
     assert expected in line
 
@@ -120,13 +101,11 @@ def test_missing_data_or_init_is_rejected(write_sweep_file, tmp_path, capsys, mo
     monkeypatch.delenv("BERT_JAX_DATA", raising=False)
     text = "def get_points(args): return [Point('a', ('vocab', args.data / 'text'))]"
     command = ["sweep", str(write_sweep_file(text)), "--runs", str(tmp_path / "runs")]
-    assert cli.main(command) == cli.EXIT_USER_ERROR
-    assert "$BERT_JAX_DATA" in capsys.readouterr().err
+    assert "$BERT_JAX_DATA" in refused(capsys, *command)
     assert cli.main([*command, "--dry-run"]) == 0
     # It replaces what a killed attempt may have left.
     assert re.search(r"vocab '.BERT_JAX_DATA/text' --out \S+ --force", capsys.readouterr().out)
-    assert cli.main([*command, "--init", "./nothing"]) == cli.EXIT_USER_ERROR
-    assert "--init ./nothing" in capsys.readouterr().err
+    assert "--init ./nothing" in refused(capsys, *command, "--init", "./nothing")
 
 
 def test_init_defaults_to_paper_scale(write_sweep_file, tmp_path, capsys):
@@ -401,8 +380,7 @@ def test_dry_run_runs_nothing(make_point, tmp_path, write_sweep_file, capsys):
     assert not {tmp_path / "calls", tmp_path / "runs"} & {*tmp_path.iterdir()}
     assert cli.main(["sweep", str(file), *options, "--only", "a"]) == 0
     assert "1 points, 1 to run" in capsys.readouterr().out
-    assert cli.main(["sweep", str(file), *options, "--only", "zz"]) == cli.EXIT_USER_ERROR
-    assert "zz; choose from a, b" in capsys.readouterr().err
+    assert "zz; choose from a, b" in refused(capsys, "sweep", file, *options, "--only", "zz")
     assert cli.main(["sweep", str(file), *options[:-1], "--only", "a"]) == 0
     assert cli.main(["sweep", str(file), *options]) == 0
     output = capsys.readouterr().out
@@ -443,17 +421,9 @@ def test_dry_run_prints_what_pretraining_costs(write_sweep_file, tmp_path, capsy
     assert "no v5e has timed it" in output
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--launch=--gpus=8"], "--on"),
-    ],
-)
-def test_options_without_effect_are_rejected(write_sweep_file, tmp_path, capsys, options, expected):
-    argv = ["sweep", str(write_sweep_file(WAITING)), "--data", str(tmp_path), *options]
-    assert cli.main(argv) == cli.EXIT_USER_ERROR
-    (line,) = capsys.readouterr().err.splitlines()
-    assert expected in line
+def test_options_without_effect_are_rejected(write_sweep_file, tmp_path, capsys):
+    argv = ["sweep", write_sweep_file(WAITING), "--data", tmp_path, "--launch=--gpus=8"]
+    assert "--on" in refused(capsys, *argv)
 
 
 # A real run

@@ -220,18 +220,13 @@ def test_scores_match_seqeval(letters, style, data):
 @pytest.mark.parametrize(
     ("tags", "expected"),
     [
-        ("O B I", ("BI", "{letter}")),
         ("O I", ("BI", "{letter}")),
-        ("O B_x I_x B_y", ("BI", "{letter}_{kind}")),
         ("O x-B x-I S-B", ("BI", "{kind}-{letter}")),
         ("O B-x I-x E-x S-y", ("BIES", "{letter}-{kind}")),
         ("O S-x", ("BIES", "{letter}-{kind}")),
-        ("O x-B x-E x-S", ("BIES", "{kind}-{letter}")),
         ("B I E S", ("BIES", "{letter}")),
-        ("O U_x B_x L_x", ("BILU", "{letter}_{kind}")),
         ("O B-x I-x B-y S-x", ("BI", "{letter}-{kind}")),  # S-x is a mistake: B-x has no end
         ("O B-x M-x E-x S-x", ("BIES", "{letter}-{kind}")),  # M-x is another scheme's
-        ("NN S-N", None),
         ("NN VB S-N O", None),
         ("N-S V-S N-P", None),
         ("S V O", None),

@@ -401,7 +401,6 @@ def test_causal_model_learns_and_exports(tmp_path, rows, capsys):
         (["model.vocab_size=77"], "config.model.vocab_size"),
         (["model.positions=16", "phases[0].tokens=0"], "config.model.positions"),
         (["phases[0].tokens=64"], "config.phases[0].tokens"),
-        (["mesh.data=8", "batch_size=12"], "config.batch_size"),
         (["model.attention=splash"], "'splash' runs on a tpu"),
     ],
 )
@@ -414,15 +413,12 @@ def test_invalid_config_is_rejected_before_the_run_starts(
     assert not (tmp_path / "w").exists()
 
 
-def test_damaged_or_mixed_rows_are_rejected(tmp_path, rows, corpus, capsys):
+def test_rows_of_two_vocabularies_are_rejected(tmp_path, rows, corpus, capsys):
     run = ("pretrain", *arguments(phases=",32,64"), "--workdir", tmp_path / "w", "--rows")
     wordpiece.train([str(corpus)], str(tmp_path / "v"), size=140)
     other = tmp_path / "rows"
     prepare.prepare([str(corpus)], str(tmp_path / "v"), str(other), tokens=64, workers=1)
     assert "vocabulary" in refused(capsys, *run, rows(), "--rows", other)
-    shard = sorted(other.glob("train-*"))[0]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    assert str(shard) in refused(capsys, *run, other, "--rows", other)
     assert not (tmp_path / "w").exists()
 
 
@@ -461,8 +457,6 @@ def test_phases_on_the_same_rows_continue_their_epoch(rows):
 @pytest.mark.parametrize(
     ("digests", "fractions", "since"),
     [
-        ("ab", (0.25, 0.75), 26),
-        ("aab", (0.25, 0.25, 0.5), 51),
         ("abb", (0.25, 0.25, 0.5), 26),  # such as a larger batch on the same rows
         ("aba", (0.25, 0.25, 0.5), 51),
     ],
