@@ -169,15 +169,6 @@ def test_replacement_of_selected_tokens(split):
     assert abs(replaced.mean() - expected * degrees / (VOCAB - 4)) < 5 * expected**0.5
 
 
-def test_positions_are_selected_uniformly():
-    masker = make_masker(sequences=1)
-    got = run(masker)(*one_sequence(3000, T), jax.random.key(2))
-    counts = np.bincount(np.array(got.positions).ravel(), minlength=T)
-    assert counts[0] == counts[T - 1] == 0
-    expected = 3000 * 10 / (T - 2)
-    assert (np.abs(counts[1:-1] - expected) < 5 * expected**0.5).all()
-
-
 def words_of(tokens, n, a, start, pieces):
     """Return the words of a sequence as lists of positions; a segment boundary ends a word."""
     words = []

@@ -40,8 +40,3 @@ def test_content_security_policy_blocks_network_requests(tiny, chromium):
     opened.goto(tiny("t", f"<img src='{url}'>", {"message": "t"}).as_uri())
     opened.close()
     assert refused == [(url, "csp")]
-
-
-def test_nan_in_page_data_is_rejected():
-    with pytest.raises(ValueError, match="JSON"):
-        page.page("t", "", "tiny.js", {"x": float("nan")})

@@ -24,7 +24,7 @@ from bert_jax.model import attention as attention_lib
 from bert_jax.model import bert, embeddings, encoder
 from bert_jax.model.attention import attention
 from bert_jax.model.dropout import dropout
-from bert_jax.model.layers import ACTIVATIONS, feed_forward_activation, gather_rows, one_hot_gather
+from bert_jax.model.layers import ACTIVATIONS, feed_forward_activation, gather_rows
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
 from bert_jax.runtime.topology import parse_topology
@@ -307,24 +307,3 @@ def test_activations_are_rounded_once_in_bfloat16(activation, exact, least):
     slope = (exact(wide + 1e-6) - exact(wide - 1e-6)) / 2e-6
     result = np.asarray(vjp(jnp.ones_like(x))[0], np.float64)
     np.testing.assert_allclose(result, slope, rtol=1.1 * 2**-8, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_hot_gather_matches_indexing(dtype):
-    """Values are bitwise equal, gradients up to rounding, for rows selected never or often too."""
-    rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.standard_normal((2, 9, 5)), dtype)
-    index = jnp.asarray(rng.integers(0, 6, (2, 40)))
-    weights = jnp.asarray(rng.standard_normal((2, 40, 5)), dtype)
-
-    def by_index(table):
-        return jnp.take_along_axis(table, index[..., None], 1)
-
-    np.testing.assert_array_equal(one_hot_gather(table, index), by_index(table))
-    ours, theirs = (
-        np.asarray(jax.vjp(f, table)[1](weights)[0], np.float32)
-        for f in (lambda table: one_hot_gather(table, index), by_index)
-    )
-    tolerance = 1e-6 if dtype == "float32" else 0.05  # the reference adds 40 values of 8 bits
-    np.testing.assert_allclose(ours, theirs, atol=tolerance)
-    assert not ours[:, 6:].any()

@@ -1,10 +1,10 @@
-"""Byte-level BPE and unigram vocabularies that are trained here."""
+"""Byte-level BPE and unigram vocabularies that are trained here; the same bytes of all kinds."""
 
 import json
 import os
 import subprocess
-import sys
 
+import numpy as np
 import pytest
 import transformers
 
@@ -14,7 +14,7 @@ from bert_jax.convert.export import export
 from bert_jax.convert.tokenizer import tokenizer_files
 from bert_jax.data import subwords, vocabulary_files
 from tests.helpers.checkpoints import error_of
-from tests.helpers.runs import arguments
+from tests.helpers.runs import arguments, python
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -47,17 +47,20 @@ def test_pretraining_from_scratch_with_whole_words_and_export(kind, corpus, tmp_
     assert model(**theirs(*pair, return_tensors="pt")).prediction_logits.shape[-1] == len(ours)
 
 
-def test_bpe_is_deterministic(corpus, tmp_path):
-    """Hash seeds and thread counts differ between processes."""
-    program = (
-        "import sys; from bert_jax.data import subwords; "
-        "print(subwords.train('bpe', sys.argv[1:2], sys.argv[2], size=400, min_frequency=1).sha256)"
-    )
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_training_is_deterministic(kind, corpus, tmp_path):
+    """Hash seeds and thread counts differ between processes; many rare words are tied."""
+    words = np.random.default_rng(0).integers(97, 123, (3000, 6)).astype(np.uint8)
+    lines = [bytes(word).decode() for word in words]
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join([*lines, *lines, corpus.read_text()]))
     digests = set()
     for threads in "1", "3":
+        out = tmp_path / threads
         environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        command = [sys.executable, "-c", program, str(corpus), f"{tmp_path}/{threads}"]
-        digests.add(subprocess.check_output(command, env=environment))
+        command = python("vocab", "--kind", kind, "--size", "900", "--out", out, f"google:{text}")
+        subprocess.run(command, env=environment, check=True)
+        digests.add(vocabulary_files.load(out).sha256)
     assert len(digests) == 1
 
 

@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import types
 
 import pyarrow
 import pytest
@@ -91,7 +90,7 @@ def test_multiline_fields_count_all_their_lines(tmp_path):
         next(result)
 
 
-def test_plain_text_lines_and_standard_input(tmp_path, monkeypatch):
+def test_plain_text_lines(tmp_path):
     path = write(tmp_path / "a.txt", "one\ttwo\n\nthree\t\n")
     result = [r.fields["t"] for r in tables.read(path, ["t"], header=["t"], empty=True)]
     assert result == ["one\ttwo", "", "three\t"]
@@ -102,12 +101,6 @@ def test_plain_text_lines_and_standard_input(tmp_path, monkeypatch):
         list(tables.read(path, ["a"], ["b"], header=["a", "b"], empty=True))
     pairs = [r.fields for r in tables.read(path, ["a", "b"], header=["a", "b"], empty=True)]
     assert pairs == [{"a": "one", "b": "two"}, {"a": "three", "b": ""}]
-    stdin = types.SimpleNamespace(buffer=io.BytesIO(b"x\ny\n\xff\n"))
-    monkeypatch.setattr("sys.stdin", stdin)
-    result = tables.read("-", ["t"], kind=".txt", header=["t"])
-    assert [next(result).where, next(result).fields["t"]] == ["standard input:1", "y"]
-    with pytest.raises(UserError, match="standard input:3"):
-        next(result)
 
 
 @pytest.mark.parametrize(
