@@ -273,12 +273,10 @@ def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: bert_jax.pretrain(SIZE, "run", rows=["a", "b"]), "rows"),
         (lambda: bert_jax.pretrain(SIZE, "run", DOCUMENTS, rows=["a"]), "rows without texts"),
         (lambda: bert_jax.finetune("table", "init", "run", seeds=0), "at least 1"),
         (lambda: bert_jax.finetune("table", "init", "run", {"validation": []}), "'validation'"),
         (lambda: bert_jax.pretrain(SIZE, "run", "text"), "texts is the string 'text'"),
-        (lambda: api._config(FinetuneConfig(), None, Config), "pass a Config"),
         # Arguments, not options of the command line.
         (lambda: bert_jax.pretrain("base", "run", rows=["a"]), "^rows=: 1 folder for 2 phases"),
         (lambda: bert_jax.pretrain(SIZE, "run"), r"rows=DIR .*changes={'phases\[0\].rows': DIR}"),

@@ -221,18 +221,13 @@ def test_dev_split_may_lack_labels_after_fine_tuning(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "more", "key"),
     [
-        (["w1\tyes", "\tno"], {}, "train.tsv:3: 'text'"),
         (["w1\tyes", "w2\t "], {}, "train.tsv:3: 'label'"),
-        (["w1\tyes", "w2"], {}, "train.tsv:3: 1 column"),
         (["w1\tyes", "w2\tyes"], {}, "only .*'yes'"),
         (["w1\tyes"], {"label": "class"}, "train.tsv:2: no 'class'"),
-        (["w1\tyes"], {"text_b": "other"}, "train.tsv:1: .*'other'"),
         (["w1\tyes"], {"objective": "number"}, "train.tsv:2: 'yes'"),
-        (["w1\tnan"], {"objective": "number"}, "train.tsv:2: 'nan'"),
         (["w1\tyes"], {"labels": "no,maybe"}, "train.tsv:2: .*'yes', not one of the 2"),
         (["w1\tyes"], {"labels": "no,no"}, "duplicate label 'no'"),
         (["w1\tyes"], {"labels": "no"}, "task.labels"),
-        (["w1\tyes"], {"labels": "no,"}, "task.labels: ''"),
         (["w1\tyes"], {"labels": "names.txt"}, "task.labels: .*names.txt"),
         (["w1\tyes"], {"test": "texts.txt"}, "texts.txt: .txt"),
         (["w1\tyes"], {"dev": []}, "dev.tsv"),
@@ -395,9 +390,6 @@ def test_multiple_choice_with_custom_columns(tmp_path):
     [
         ([SWAG[0][:-1] + "4"], "a.csv:2: '4' .* 0 to 3"),
         ([SWAG[0][:-1]], "a.csv:2: 'label'"),
-        ([SWAG[0][:-1] + "1.5"], "a.csv:2: '1.5'"),
-        ([SWAG[0].replace("w4", "")], "a.csv:2: 'ending2'"),
-        ([SWAG[0].replace("w4", "w4,w4")], "a.csv:2: 13 columns"),
         ([], r"a.csv \(train\)"),
     ],
 )

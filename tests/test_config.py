@@ -41,25 +41,14 @@ def changed(config, settings):
     ("key", "value"),
     [
         ("steps", 0),
-        ("batch_size", -1),
         *(("seed", value) for value in (-1, 2**32)),
         ("platform", "gppu"),
-        ("evaluate_every_steps", -1),
         *(("model.dropout", value) for value in (1.0, float("nan"))),
-        ("model.attention_dropout", -0.1),
-        ("model.activation", "swish"),
-        ("model.dtype", "float16"),
-        ("model.layers", 0),
         ("model.heads", 10),  # no divisor of 768
         ("model.local.window", 1),
-        ("model.remat", "some"),
-        ("model.layer_loop", "while"),
         *(("model.head.lstm_layers", value) for value in (-1, 2)),
         *(("model.head.features", value) for value in ("first", "last")),
-        ("optim.optimizer", "sgd"),
         *(("optim.learning_rate", value) for value in (0.0, float("inf"))),
-        ("optim.beta2", 1.0),
-        ("optim.warmup_steps", -1),
         ("masking.rate", 0.0),
         ("phases", ()),
         ("phases", (PhaseConfig(fraction=0.5),)),
@@ -94,8 +83,6 @@ CAUSAL = {"model.causal": True, "model.next_sentence": False}
         ({"masking.mask_fraction": 1.1, "masking.same_fraction": -0.2}, "masking"),
         ({"phases": (PhaseConfig(fraction=1.5), PhaseConfig(fraction=-0.5))}, "phases[1].fraction"),
         ({"phases": (PhaseConfig(tokens=1024),)}, "phases[0].tokens"),
-        ({"phases": (PhaseConfig(batch_size=-2),)}, "phases[0].batch_size"),
-        ({"batch_size": 10, "accumulation": 4}, "batch_size 10"),
         ({"phases": (PhaseConfig(batch_size=9, accumulation=2),)}, "phases[0].batch_size 9"),
         ({"mesh.data": -1, "mesh.fsdp": -1}, "mesh"),
     ],
@@ -104,33 +91,18 @@ def test_validate_names_settings_that_conflict(settings, key):
     assert f"config.{key}" in refusal(validate, changed(Config(), settings))
 
 
-def test_defaults_are_valid_and_match_bert():
-    validate(Config())
-    optim = Config().optim
-    assert Config().masking.rate == 0.15
-    assert (optim.learning_rate, optim.warmup_steps, optim.beta2) == (1e-4, 10_000, 0.999)
-    assert (optim.epsilon, optim.weight_decay, optim.clip_norm) == (1e-6, 0.01, 1.0)
-
-
 @pytest.mark.parametrize(
     ("argument", "key"),
     [
         ("--config.optim.lerning_rate=1", "config.optim.learning_rate?"),
-        ("--config.learning_rate=1", "config.optim.learning_rate?"),
         ("--config.model.warmup_steps=1", "config.optim.warmup_steps?"),
-        ("--config.optim.steps=1", "config.steps?"),
         ("--config.phases[7].rows=x", "config.phases["),
         ("--optim.learning_rate=1", "config.optim.learning_rate?"),
-        ("--confg.steps=1", "config.steps?"),
         ("--config=base,128", "--config=base,128"),  # a second config
         ("steps=1", "steps=1"),
         ("--config.optim=adam", "config.optim is a group"),
         ("--config.steps=many", "steps"),
-        ("--config.optim.learning_rate=fast", "learning_rate"),
-        ("--config.masking.whole_word=perhaps", "whole_word"),
-        ("--config.model.heads=7", "config.model.heads is 7"),
         # Names of other libraries.
-        ("--config.optim.lr=1", "config.optim.learning_rate?"),
         ("--config.model.num_hidden_layers=1", "config.model.layers?"),
         ("--config.optimizer.learning_rate=1", "config.optim.learning_rate?"),
     ],
@@ -145,13 +117,10 @@ def test_bad_argument_error_names_the_key(argument, key):
         ("table.py", ["optim.warmup_steps=5"], "config.warmup_fraction"),
         ("table.py", ["model.vocab_size=5"], "the vocabulary"),
         ("table.py", ["model.head.kind=token"], "config.task"),
-        ("table.py", ["model.head.labels=('a','b')"], "config.task"),
         ("squad.py:3", [], "config.task.name is 'squad3'"),
         ("swag.py:sst2", [], "config.task.name is 'sst2'"),
         ("table.py", ["task.tokens=7"], "config.task.tokens is 7"),
-        ("table.py", ["frozen_layers=-1"], "config.frozen_layers is -1"),
         ("table.py", ["model.head.layer=transform", "model.head.features=last"], "head.layer"),
-        ("table.py", ["model.head.layer=transform", "model.head.lstm_layers=1"], "head.layer"),
     ],
 )
 def test_finetune_rejects_derived_and_invalid_settings(file, arguments, key):
@@ -220,7 +189,6 @@ def get_config():
     [
         (None, "does not exist"),
         ("def get_config():\n    raise KeyError('gone')\n", "gone"),
-        ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
         ("def get_config(:\n", "SyntaxError"),
         (_UNKNOWN_FIELD, "layer"),
         ("def get_config():\n    return 5\n", "bert_jax.config.schema.Config"),
@@ -280,16 +248,9 @@ def test_config_of_a_run_has_the_constraints_of_settings(tmp_path, key, value):
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("tiny", (2, 128, 2, 512)),
-        ("micro", (3, 192, 3, 768)),
-        ("mini", (4, 256, 4, 1024)),
-        ("small", (4, 512, 8, 2048)),
-        ("medium", (8, 512, 8, 2048)),
         ("base", (12, 768, 12, 3072)),
         ("large", (24, 1024, 16, 4096)),
-        ("L6-H768-A3", (6, 768, 3, 3072)),
         ("L1_H8_A2", (1, 8, 2, 32)),
-        ("teaching", (3, 192, 4, 768)),
         ("neo-base", (28, 768, 12, 2048)),
     ],
 )
@@ -343,12 +304,10 @@ def test_mesh_and_batch_size_must_fit_the_devices():
     ("value", "kind", "expected"),
     [
         ("base,128", Config, "pretrain.py:base,128"),
-        ("configs/pretrain.py:base,128", Config, "pretrain.py:base,128"),
         ("configs/squad.py", FinetuneConfig, "squad.py"),
         ("pretrain:base,128", Config, "pretrain.py:base,128"),
         ("L2-H16-A2,32", Config, "pretrain.py:L2-H16-A2,32"),
         ("rte", FinetuneConfig, "glue.py:rte"),
-        ("squad", FinetuneConfig, "squad.py"),
     ],
 )
 def test_configs_are_found_by_short_name(value, kind, expected, tmp_path, monkeypatch):
@@ -362,9 +321,7 @@ def test_configs_are_found_by_short_name(value, kind, expected, tmp_path, monkey
     [
         ([], "--config"),
         ([f"{PRETRAIN}:huge"], "'huge'"),
-        ([f"{PRETRAIN}:L1-H8-A2x"], "'L1-H8-A2x'"),
         (["--config=bsae"], "base?"),
-        (["--config=pretrian:base"], "pretrain?"),
         (["--config=smal,64"], "small?"),
         (["--config=configs/pretrian.py:base"], "configs/pretrian.py does not exist"),
     ],

@@ -170,7 +170,6 @@ def test_unused_gpus_are_explained(monkeypatch, tmp_path):
     ("flags", "refused"),
     [
         ("", True),
-        ("--xla_gpu_deterministic_ops=false", True),
         (f"{FLAG} --xla_gpu_deterministic_ops=false", True),
         (FLAG, False),
         ("--a=1 --xla_gpu_deterministic_ops", False),

@@ -181,7 +181,6 @@ def test_flops_exclude_weight_gradients_of_frozen_kernels():
         (FinetuneConfig(lora=LoraConfig(rank=2, targets=("quary",))), "lora.targets"),
         (FinetuneConfig(lora=LoraConfig(alpha=32.0)), "lora.alpha"),
         (FinetuneConfig(lora=LORA, frozen_layers=1), "frozen_layers"),
-        (FinetuneConfig(lora=LORA, reset_layers=1), "reset_layers"),
         (
             FinetuneConfig(lora=LORA, model=with_fields(BASE, {"head.features": "last"})),
             "model.head.features",
