@@ -66,10 +66,9 @@ def test_maps_of_layers_and_units():
     assert unit_map(4, 7, "tile").tolist() == [3, 0, 1, 2, 3, 0, 1]
 
 
-@pytest.mark.parametrize("norm", [(), ("model.norm.position=pre", "model.norm.final=true")])
-def test_loss_at_step_0_is_below_that_of_random_parameters(rows, tmp_path, capsys, norm):
+def test_loss_at_step_0_is_below_that_of_random_parameters(rows, tmp_path, capsys):
     common = ["pretrain", "--rows", str(rows()), "--workdir"]
-    small = arguments("steps=150", "optim.learning_rate=3e-3", "optim.optimizer=adamw", *norm)
+    small = arguments("steps=150", "optim.learning_rate=3e-3", "optim.optimizer=adamw")
     source = str(tmp_path / "small")
     assert cli.main([*common, source, *small]) == 0
     trained = evaluate_workdir(source)[1]["masked_lm_loss"]
@@ -77,7 +76,7 @@ def test_loss_at_step_0_is_below_that_of_random_parameters(rows, tmp_path, capsy
     for name, scheme in (("random", ""), ("stack", "stack"), ("wide", "stack"), ("tile", "tile")):
         size = "L1-H64-A4" if name == "wide" else "L3-H64-A4"
         folder = str(tmp_path / name)
-        argv = [*common, folder, *arguments("steps=1", *norm, size=size)]
+        argv = [*common, folder, *arguments("steps=1", size=size)]
         argv += ["--config.checkpoint.keep_every_steps=1"]
         argv += [f"--config.init_scheme={scheme}", "--init", source] if scheme else []
         assert cli.main(argv) == 0
@@ -92,7 +91,7 @@ def test_loss_at_step_0_is_below_that_of_random_parameters(rows, tmp_path, capsy
         ("L1-H64-A2", "heads keep their size with config.init_scheme, so it must be 4"),
         ("L1-H16-A1", "32: config.init_scheme enlarges models"),
     ):
-        argv = [*common, tmp_path / "no", *arguments("init_scheme=tile", *norm, size=size)]
+        argv = [*common, tmp_path / "no", *arguments("init_scheme=tile", size=size)]
         assert message in refused(capsys, *argv, "--init", source)
-    argv = [*common, tmp_path / "no", *arguments("init_scheme=tile", *norm)]
+    argv = [*common, tmp_path / "no", *arguments("init_scheme=tile")]
     assert "it needs --init" in refused(capsys, *argv)
