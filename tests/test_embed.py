@@ -23,8 +23,7 @@ from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.vocabulary import SPECIAL, Vocabulary
 from bert_jax.inference import embed
 from bert_jax.inference.embed import Counts, Embedder, embed_file, windows
-from bert_jax.model.bert import shapes
-from tests.helpers.checkpoints import error_of
+from tests.helpers.checkpoints import error_of, random_params
 from tests.helpers.models import torch_bert
 
 WORDS = [f"w{i}" for i in range(80)]
@@ -33,18 +32,7 @@ MODEL = ModelConfig(
     layers=4, hidden=32, heads=4, feed_forward=64, vocab_size=len(VOCABULARY), positions=160,
     dropout=0.0, attention_dropout=0.0, masked_lm=False, next_sentence=False, pooler=True,
 )  # fmt: skip
-
-
-@functools.cache
-def params():
-    """Return parameters far enough from initialization that every layer has a different output."""
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        scale = path[-1].key == "scale"
-        return (scale + 0.15 * rng.standard_normal(leaf.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, shapes(MODEL))
+PARAMS = random_params(MODEL)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +47,7 @@ def compiled(long, overlap_tokens, weights, **changes):
     return Embedder(
         Config(model=MODEL, embed=EmbedConfig(**changes)),
         VOCABULARY,
-        params(),
+        PARAMS,
         long=long,
         overlap_tokens=overlap_tokens,
         weights=weights,
@@ -86,7 +74,7 @@ def mixed(count, most=120):
 
 @functools.cache
 def torch_model():
-    tensors = to_huggingface(params(), MODEL)
+    tensors = to_huggingface(PARAMS, MODEL)
     tensors = {name.removeprefix("bert."): x for name, x in tensors.items()}
     return torch_bert("BertModel", MODEL, tensors).eval()
 
@@ -117,7 +105,7 @@ def test_hidden_states_of_every_layer_equal_transformers():
 def test_rows_are_sharded_across_devices(devices, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:devices])
     texts = mixed(12, 60)
-    make = Embedder(Config(model=MODEL), VOCABULARY, params(), batch_tokens=64)
+    make = Embedder(Config(model=MODEL), VOCABULARY, PARAMS, batch_tokens=64)
     close(np.stack(list(make(texts))), np.stack([reference(x)[-1].mean(0) for x in texts]))
     assert make.counts.row_tokens % (64 * devices) == 0
     result = make._start(embed._Batch(64, [[]]))
@@ -336,21 +324,19 @@ def test_empty_source_writes_empty_output(tmp_path, suffix):
     [
         ("a.txt", b"good\nb\xe4d\n", "a.txt:2"),
         ("a.jsonl", b'{"text": "good"}\n\n{"text": 3}\n', "a.jsonl:3: no text in 'text'"),
-        ("a.jsonl", b'{"text": "good"}\n{"txt": "x"}\n', "it has: txt"),
         ("a.jsonl", b"[" * 99_999 + b"\n", "a.jsonl:1: not JSON"),
         ("a.parquet", {"txt": ["a"]}, "it has: txt"),
         ("a.csv", b"x", "unknown file format"),
-        ("a.txt", None, "does not exist"),
     ],
 )
 def test_bad_source_is_a_one_line_error(tmp_path, name, content, key):
     """`test_tables.py` has the other errors of these files."""
     if isinstance(content, dict):
         write_parquet(tmp_path / name, **content)
-    elif content is not None:
+    else:
         (tmp_path / name).write_bytes(content)
     assert key in error_of(embed_file, embedder(), tmp_path / name, tmp_path / "out.npy")
-    assert [p.name for p in tmp_path.iterdir()] == [name] * (content is not None)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 def test_outputs_are_never_overwritten(source, tmp_path):
@@ -370,10 +356,8 @@ def test_outputs_are_never_overwritten(source, tmp_path):
     ("settings", "key"),
     [
         ({"layers": "5"}, "layer 5"),
-        ({"layers": "-5"}, "layer -5"),
         ({"layers": "first"}, "layers"),
         ({"tokens": 161}, "3 to 160"),
-        ({"tokens": 2}, "3 to 160"),
         ({"pooling": "max"}, "pooling"),
         ({"weights": (1.0, 2.0)}, "2 weights"),
         ({"long": "drop"}, "drop"),
@@ -390,16 +374,7 @@ def test_cls_pooling_of_a_causal_model_is_rejected():
         config = Config(
             model=dataclasses.replace(MODEL, causal=True), embed=EmbedConfig(pooling=pooling)
         )
-        return Embedder(config, VOCABULARY, params())
+        return Embedder(config, VOCABULARY, PARAMS)
 
     make("mean")
     assert "causal" in error_of(make, "cls")
-
-
-def test_failed_write_leaves_no_output(source, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(embed.Jsonl, "write", fail)
-    assert "disk is full" in error_of(embed_file, embedder(), source, tmp_path / "out.jsonl")
-    assert [p.name for p in tmp_path.iterdir()] == ["texts.txt"]

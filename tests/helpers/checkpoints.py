@@ -22,16 +22,6 @@ TF1 = pathlib.Path(__file__).parent.parent / "data" / "tf1"
 WORDS = (*SPECIAL, *"the a cat sat on mat un ##s ##t . , ! é".split(), *"bcdefghi")
 LABELS = {"id2label": {0: "no", 1: "maybe", 2: "yes"}}
 BEST = {"best_by": "masked_lm_loss", "highest": False}
-CLASSES = {
-    "BertModel": {},
-    "BertForPreTraining": {},
-    "BertForMaskedLM": {},
-    "BertForNextSentencePrediction": {},
-    "BertForSequenceClassification": LABELS,
-    "BertForTokenClassification": LABELS,
-    "BertForMultipleChoice": {},
-    "BertForQuestionAnswering": {},
-}
 
 
 def torch_model(name="BertForPreTraining", seed=0, **changes):
@@ -40,7 +30,8 @@ def torch_model(name="BertForPreTraining", seed=0, **changes):
         vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
         intermediate_size=20, max_position_embeddings=24,
     )  # fmt: skip
-    config = transformers.BertConfig(**{**values, **CLASSES.get(name, {}), **changes})
+    labels = LABELS if name.endswith("Classification") else {}
+    config = transformers.BertConfig(**{**values, **labels, **changes})
     model = getattr(transformers, name)(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

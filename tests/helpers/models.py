@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from flax import linen as nn
-from flax import traverse_util
 
 from bert_jax.config.fields import with_fields
 from bert_jax.config.model import ModelConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data import rows
-from bert_jax.model.bert import Bert
+from bert_jax.model.bert import Bert, shapes
+from bert_jax.model.bert import flatten as flat
 from bert_jax.objectives import losses
 
 
@@ -96,15 +95,6 @@ def torch_inputs(batch):
     }
 
 
-def shapes(config):
-    batch = make_batch(np.random.default_rng(0), [[8]], 8, 5)
-
-    def init():
-        return Bert(config).init(jax.random.key(0), batch.tokens, batch.layout, batch.positions)
-
-    return nn.meta.unbox(jax.eval_shape(init)["params"])
-
-
 def random_params(config, rng):
     """Return parameters away from their initial values, so that no gradient is trivially zero."""
 
@@ -143,10 +133,6 @@ def loss_of(config):
 
 def gradient(config):
     return jax.jit(jax.value_and_grad(loss_of(config), has_aux=True))
-
-
-def flat(tree):
-    return traverse_util.flatten_dict(tree, sep="/")
 
 
 def assert_trees_close(actual, expected, tolerance):
