@@ -358,20 +358,6 @@ def save(checkpoints, number, **options):
     checkpoints.save(number, params_of(number), training, **options)
 
 
-def test_best_step_is_known_after_a_restart(tmp_path):
-    for highest, best in ((False, 2), (True, 3)):
-        folder = tmp_path / str(highest)
-        options = {"best_by": "f1", "highest": highest}
-        config = CheckpointConfig(keep_last=1)
-        for number, f1 in enumerate((0.5, 0.25, 0.75, 0.5, 0.5), start=1):
-            checkpoints = Checkpoints(folder, config, **options)
-            save(checkpoints, number, heldout={"f1": f1})
-            checkpoints.close()
-        assert steps(folder) == [best, 5]
-        reader = Checkpoints(folder, config, **options, read_only=True)
-        assert reader.best_step() == best
-
-
 @pytest.mark.parametrize("highest", [False, True])
 def test_newest_of_tied_checkpoints_is_kept_and_best(tmp_path, highest):
     config = CheckpointConfig(keep_last=2)

@@ -19,7 +19,7 @@ from bert_jax.data import prepare, vocabulary_files, wordpiece
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten
-from bert_jax.objectives.warm_start import describe_start, extend_positions, open_start
+from bert_jax.objectives.warm_start import extend_positions, open_start
 from bert_jax.runs import checkpoint, workdir
 from tests.helpers.checkpoints import TF1, random_params, save_pretrained, torch_model, write_run
 from tests.helpers.runs import arguments, assert_same_run, refused
@@ -76,15 +76,6 @@ def test_encoder_and_heads_are_copied_from_the_source(tmp_path, name, new, left_
             assert not value[count:].any()
             value = value[:count]
         np.testing.assert_array_equal(value, original, err_msg=path)
-
-
-def test_untrained_heads_are_dropped(hf_folder):
-    changed, start = open_start(config(next_sentence=False), str(hf_folder))
-    assert not changed.model.next_sentence
-    assert start.about["left_out"] == ["next_sentence", "pooler"]
-    (line,) = describe_start(start.about)
-    assert f"embeddings, encoder, masked_lm from {hf_folder}" in line
-    assert "next_sentence, pooler" in line
 
 
 def test_settings_that_conflict_with_the_source_are_rejected(hf_folder):
