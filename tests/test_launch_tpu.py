@@ -106,7 +106,6 @@ def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
         ((75, 75, 0), {}, (0, ["create", "delete"], 3)),
         ((2,), {}, (2, ["create", "delete"], 1)),
         ((1,), {}, (70, ["create", "delete"], 1)),
-        ((75, 75), {"restarts": 1}, (75, ["create", "delete"], 2)),
         ((0,), {"keep": True}, (0, ["create"], 1)),
         ((0,), {"state": "ACTIVE\n"}, (0, ["delete"], 1)),
         # A query that fails does not mean that the slice is missing.

@@ -220,14 +220,10 @@ def _kubectl(state, verb, words, flags):
     job = _find(state, "kubectl", name)
     if not job and "selector" not in flags:
         sys.exit(f'Error from server (NotFound): jobsets.jobset.x-k8s.io "{name}" not found')
-    if verb == "delete":
-        state["jobs"].remove(job)
-        _terminate(job)
-        return print(f'jobset.jobset.x-k8s.io "{name}" deleted')
     is_seen = bool(job) and job["states"][0] != "CREATED"  # by the controller
     if verb == "logs" and is_seen and job["run"]:
         prefix = f"[pod/{name}-slice-0-0-x7k2p/bert-jax] "
-        return _logs(job["run"], flags.get("tail", 10), "follow" in flags, prefix)
+        return _logs(job["run"], flags.get("tail", 10), prefix)
     if verb == "logs" and is_seen:
         sys.exit('Error from server (BadRequest): container "bert-jax" is waiting to start')
     if verb == "logs":
@@ -291,16 +287,12 @@ def _sky(state, verb, words, flags):
     found += [job for job in jobs if str(job["id"]) in words[2:]]
     if not found:
         print(f"No running managed job found with name {flags.get('name')!r}.")
-        return 102 if words[1] == "logs" else 0
+        return 102
     job, run = found[0], found[0]["run"]
-    if words[1] == "cancel":
-        job["states"] = ["CANCELLING" if run else "CANCELLED"]
-        _terminate(job)
-        return print(f"Job with ID {job['id']} is scheduled to be cancelled.")
     if not run:
         return 0
     prefix = f"({job['name']}, pid={run['pid']}) "
-    return _logs(run, flags.get("tail", 1000), "no-follow" not in flags, prefix, failure=100)
+    return _logs(run, flags.get("tail", 1000), prefix, failure=100)
 
 
 def _record(job):
@@ -336,8 +328,6 @@ def _advance(state, job):
         if "workdir" in task:
             copy = 'git ls-files -zco --exclude-standard | xargs -0 cp --parents -t "$0"'
             subprocess.run(["bash", "-c", copy, cwd], cwd=task["workdir"])
-        for target, source in task.get("file_mounts", {}).items():
-            shutil.copy(source, target.replace("~", machine))
         for part in ("setup", "run"):
             with open(f"{machine}/{part}.sh", "w") as file:
                 file.write(task.get(part, "").replace("/opt/bert_jax", _CHECKOUT))
@@ -352,7 +342,7 @@ def _advance(state, job):
 def _end(job, status, is_preempted=False):
     """Do what a controller does when the process of a job has ended."""
     job.update(exit=status, is_preempted=is_preempted)
-    was, spec = job["states"][0], job["spec"]
+    spec = job["spec"]
     if job["tool"] == "kubectl":
         rules = spec["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
         restarts = job["restarts"] < spec["spec"]["failurePolicy"]["maxRestarts"]
@@ -369,11 +359,11 @@ def _end(job, status, is_preempted=False):
         hint = f"To see the details, run: sky jobs logs --controller {job['id']}"
         failed = "FAILED_SETUP" if is_setup else "FAILED"
         reason = f"{reason} (user program failure). {hint}"
-    if status and restarts and was != "CANCELLING":
+    if status and restarts:
         job.update(states=["RECOVERING", "RUNNING"], run=None)
         job["restarts"] += job["tool"] == "kubectl"
     else:
-        ended = "CANCELLED" if was == "CANCELLING" else failed if status else "SUCCEEDED"
+        ended = failed if status else "SUCCEEDED"
         job.update(states=[ended], end=time.time(), reason=reason if ended == failed else None)
 
 
@@ -384,8 +374,8 @@ def _opened(folder):
         fcntl.flock(lock, fcntl.LOCK_EX)
         state = json.loads(_read(f"{folder}/state.json") or '{"jobs": []}')
         for job in state["jobs"]:
-            is_busy = job["states"][0] in ("RUNNING", "CANCELLING")
-            if is_busy and (status := _exit_status(job["run"])) is not None:
+            is_running = job["states"][0] == "RUNNING"
+            if is_running and (status := _exit_status(job["run"])) is not None:
                 _end(job, status)
         try:
             yield state
@@ -459,12 +449,6 @@ def _wait(run):
         time.sleep(0.02)
 
 
-def _terminate(job):
-    if job["run"] and _exit_status(job["run"]) is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(job["run"]["pid"], signal.SIGTERM)
-
-
 def _signal(mark, number):
     """Send a signal to all processes whose environment has the mark; return whether there are any."""
     found = False
@@ -481,18 +465,9 @@ def _kill(machine):
         time.sleep(0.01)
 
 
-def _logs(run, lines, is_followed, prefix, failure=0):
-    """Return a function that prints the last lines of a log, and those that follow until the end."""
-
-    def show():
-        with open(run["log"]) as file:
-            new, is_over = file.readlines()[-max(int(lines), 0) :], False
-            while not is_over:
-                is_over = not is_followed or _exit_status(run) is not None
-                new += file.readlines()
-                print(end="".join(prefix + line for line in new), flush=True)
-                new = []
-                time.sleep(0 if is_over else 0.05)
-        return failure * bool(_exit_status(run))
-
-    return show
+def _logs(run, lines, prefix, failure=0):
+    """Print the last lines of a log, and return the exit status of the command that does so."""
+    with open(run["log"]) as file:
+        shown = file.readlines()[-max(int(lines), 0) :]
+    print(end="".join(prefix + line for line in shown))
+    return failure * bool(_exit_status(run))
