@@ -8,13 +8,11 @@ import jax
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from bert_jax import cli
 from bert_jax.config.flags import load
 from bert_jax.config.model import ModelConfig
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, TaskConfig
-from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, PackedBatches
 from bert_jax.objectives import finetuning, warm_start
@@ -260,29 +258,6 @@ def test_run_learns_and_selects_checkpoint_by_spearman(run, data, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result.pop("data") == str(data / "dev.jsonl")
     assert result == pytest.approx(metrics["dev"], abs=1e-6)
-
-
-def test_exported_model_gives_same_vectors_in_transformers(run, tmp_path):
-    folder = tmp_path / "exported"
-    assert export(str(run), folder)["architectures"] == ["BertModel"]
-    modules = json.loads((folder / "modules.json").read_text())
-    names = [module["type"].rpartition(".")[2] for module in modules]
-    assert names == ["Transformer", "Pooling", "Normalize"]
-    model = transformers.AutoModel.from_pretrained(folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = ["w1 w2 w9", "w3", " ".join(["w4 w5 w6"] * 9)]
-    options = {"padding": True, "truncation": True, "return_tensors": "pt"}
-    inputs = tokenizer(texts, max_length=tokenizer.model_max_length, **options)
-    assert inputs["input_ids"].shape[1] == 16
-    with torch.no_grad():
-        hidden = model(**inputs).last_hidden_state
-    mask = inputs["attention_mask"][..., None]
-    theirs = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
-    source = tmp_path / "texts.txt"
-    source.write_text("\n".join(texts) + "\n")
-    out = tmp_path / "vectors.npy"
-    assert cli.main(["embed", "--init", str(run), "--out", str(out), str(source)]) == 0
-    np.testing.assert_allclose(np.load(out), theirs.numpy(), atol=1e-5, rtol=0)
 
 
 def test_embedding_run_rejects_other_pooling_and_predictions(run, data, tmp_path, capsys):

@@ -228,6 +228,7 @@ def test_feature_based_training_freezes_the_encoder(run, data, tmp_path, capsys)
     output = capsys.readouterr()
     assert f"from {run}, new: classifier, features, lstm" in output.out
     assert output.err.count("compiled the step") == 1
+    assert "±" in output.out
     before = traverse_util.flatten_dict(checkpoint.load_model(run)[2], sep="/")
     results = []
     for seed in range(2):
@@ -235,6 +236,9 @@ def test_feature_based_training_freezes_the_encoder(run, data, tmp_path, capsys)
         after = traverse_util.flatten_dict(checkpoint.load_model(folder, "latest")[2], sep="/")
         assert "pooler/kernel" in before.keys() - after.keys()
         results.append(after)
+        assert workdir.read_config(folder).seed == seed
+        accuracy = metrics(folder)["dev"]["accuracy"]
+        assert metrics(tmp_path / "both")["dev"]["accuracy"]["values"][seed] == accuracy
         for path in after.keys() & before.keys() - {"classifier/kernel", "classifier/bias"}:
             np.testing.assert_array_equal(
                 np.array(after[path]).view(np.uint32), np.array(before[path]).view(np.uint32), path
@@ -243,20 +247,6 @@ def test_feature_based_training_freezes_the_encoder(run, data, tmp_path, capsys)
     for path in after.keys() - before.keys():
         assert np.any(results[0][path] != results[1][path]), path
     assert np.any(after["features/weights"] != 0)
-
-
-def test_each_seed_matches_a_single_seed_run(data, tmp_path, capsys):
-    both = tmp_path / "both"
-    assert cli.main(arguments(data, both, "epochs=1", options=("--seeds", "2"))) == 0
-    output = capsys.readouterr()
-    assert output.err.count("compiled the step") == 1
-    assert "±" in output.out
-    each = [metrics(both / f"seed_{i}")["dev"]["accuracy"] for i in range(2)]
-    assert metrics(both)["dev"]["accuracy"]["values"] == each
-    # The row count fits the batches of both seeds, so a single seed compiles to a different program
-    # and matches only up to rounding.
-    assert cli.main(arguments(data, tmp_path / "one", "epochs=1", "seed=1")) == 0
-    np.testing.assert_allclose(losses(tmp_path / "one"), losses(both / "seed_1"), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -382,25 +372,10 @@ def test_each_task_kind_writes_its_prediction_files(data, tmp_path, capsys, head
     assert sorted(p.name for p in written.iterdir()) == expected
     if not name:
         return
-    before = (written / expected[-1]).read_bytes()
+    if name == "squad2":  # by the best threshold
+        assert result["dev"]["f1"] == pytest.approx(result["dev"]["best_f1"])
     capsys.readouterr()
     (predictions,) = written.glob("predictions.*")
     assert cli.main(["score", name, str(file), str(predictions)]) == 0
     output = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert float(output["f1"]) == pytest.approx(result["dev"]["f1"], abs=1e-4)
-
-    def predict(out):
-        assert cli.main(["predict", "--workdir", str(folder), "--out", str(out), str(file)]) == 0
-        return out
-
-    if name == "conll":
-        predict(tmp_path / "new")
-    else:  # the best threshold on the dev set also applies to new questions
-        assert result["dev"]["f1"] == pytest.approx(result["dev"]["best_f1"])
-        for threshold, all_answered in ((-1e9, False), (1e9, True)):
-            result["dev"]["best_f1_thresh"] = threshold
-            (folder / "metrics.json").write_text(json.dumps(result))
-            new = predict(tmp_path / f"new{threshold}")
-            answers = json.loads((new / "predictions.json").read_text())
-            assert {bool(text) for text in answers.values()} == {all_answered}
-    assert (written / expected[-1]).read_bytes() == before
