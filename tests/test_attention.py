@@ -7,7 +7,6 @@ the lowered program.
 import dataclasses
 import functools
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -139,10 +138,6 @@ def test_sharded_step_compiles_for_tpu(rows):
     text = step_lib.compile_step(config, phase, mesh, shapes).as_text()
     for kernel in ("fwd", "dkv"):  # the gradients are of one kernel
         assert f"splash_mha_{kernel}" in text
-    # Only the gradient of the word embeddings is a scatter, which needs atomic additions on GPUs,
-    # and bfloat16 has no fast ones.
-    (scattered,) = re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", text)
-    assert scattered.startswith("f32[")
 
 
 def run_config(deterministic=False, **changes):
@@ -210,11 +205,7 @@ def test_auto_is_not_cudnn_when_jax_started_with_deterministic_kernels(monkeypat
         ("tpu", {}, "splash", "TPU"),
         ("gpu", {"deterministic": True}, "xla", "config.deterministic is true"),
         ("gpu", {"attention_dropout": 0.1}, "xla", "config.model.attention_dropout is 0.1"),
-        ("gpu", {"dtype": "float32"}, "xla", "config.model.dtype is 'float32'"),
-        ("tpu", {"hidden": 520, "heads": 2}, "xla", "heads is 260"),
         ("tpu", {"local.window": 128}, "splash", "TPU"),
-        ("gpu", {"position_kind": "alibi"}, "xla", "config.model.position_kind is 'alibi'"),
-        ("tpu", {"attention": "xla"}, "xla", "as configured"),
         ("gpu", {"attention": "cudnn"}, "cudnn", "as configured"),
         ("gpu", {"kernels": "pallas", "attention_dropout": 0.1}, "packed", "never timed"),
         ("gpu", {"kernels": "pallas", "hidden": 12 * 128}, "cudnn", "timed"),

@@ -4,7 +4,6 @@ import base64
 import contextlib
 import io
 
-import jax
 import matplotlib.image
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import torch
 import transformers
 
 from bert_jax import cli
-from bert_jax.config.fields import with_fields
-from bert_jax.config.model import ModelConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data.vocabulary import SPECIAL
 from bert_jax.errors import UserError
@@ -24,16 +21,11 @@ from bert_jax.inference.attention_maps import (
     mean_distance,
     rollout,
 )
-from bert_jax.model.bert import init_params
 from bert_jax.tools.report import attention as report
 from tests.helpers import checkpoints
 
 WORDS = (*SPECIAL, *"the cat sat on mat un ##s ##t . , script / < > ' \" & $".split())
 TEXT, TEXT_B = "the cat uns on", "the <script> '\"&$"
-MODEL = ModelConfig(
-    layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
-    dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -52,14 +44,6 @@ def theirs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def maps(theirs):
     return AttentionMapper(open_model(str(theirs[1])))(TEXT, TEXT_B)
-
-
-def write_run(folder, model):
-    """Write a run with random parameters, scaled up so that attention is far from uniform."""
-    params = init_params(model, jax.random.key(0))
-    return checkpoints.write_run(
-        folder, model, jax.tree.map(lambda x: np.asarray(20 * x), params), WORDS
-    )
 
 
 # --- Weights --------------------------------------------------------------------------------------
@@ -93,7 +77,7 @@ def test_attention_weights_match_transformers_in_every_layer(theirs, maps):
     ids=["causal", "kernel", "no segments", "one segment"],
 )
 def test_attention_maps_of_model_variants(tmp_path, changes):
-    run = write_run(tmp_path / "run", with_fields(MODEL, changes))
+    run = checkpoints.small_run(tmp_path / "run", layers=2, **changes)
     result = AttentionMapper(open_model(str(run)))(TEXT, TEXT_B)
     assert result.segments.sum() == len(result.tokens) - 7
     weights = result.probabilities

@@ -97,40 +97,6 @@ def test_damaged_record_is_rejected_or_skipped_and_named(folder, part, split):
     assert f"{path} fails its checksum" in messages[1]
 
 
-def test_skipping_a_row_does_not_move_other_rows(folder):
-    """Over two epochs, with threads that read ahead."""
-    opened = loader.RowDataset(folder, "train")
-    steps = 2 * len(opened) // 8
-    clean = list(loader.batches(opened, 8, 1, 0, steps))
-    damage(shard_of(folder), opened, 3)
-    messages = []
-    result = list(
-        loader.batches(loader.RowDataset(folder, "train", messages.append), 8, 1, 0, steps)
-    )
-    hit = shuffled(np.arange(steps * 8), len(opened), 1).reshape(steps, 8) == 3
-    assert hit.any()
-    for step in range(steps):
-        assert_same_except(clean[step], result[step], hit[step])
-    assert len(messages) == 1
-
-
-def test_each_process_skips_only_its_own_damaged_rows(folder):
-    def lengths(process, skip=None):
-        opened = loader.RowDataset(folder, "heldout", skip)
-        batches = loader.heldout_batches(opened, 8, 0, process, 2)
-        return np.concatenate([batch["length"] for batch in batches])
-
-    clean = [lengths(process) for process in (0, 1)]
-    damage(shard_of(folder, "heldout"), loader.RowDataset(folder, "heldout"), 3)
-    skipped = []
-    for process in (0, 1):
-        messages = []
-        result = lengths(process, messages.append)
-        assert (result != clean[process]).any(1).sum() == len(messages)
-        skipped += messages
-    assert len(skipped) == 1
-
-
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 def test_damaged_rows_policy(folder, policy, capsys):
     """A bit flips during the run, in a row of the first batch."""

@@ -16,19 +16,6 @@ SHAPES = {"L1-H16-A2": (1, 16, 2), "tiny": (2, 128, 2), "base": (12, 768, 12)}
 GRID = ["--grid=optim.learning_rate=1e-4,1e-3", "--grid", "model=L1-H16-A2,L2-H16-A2"]
 
 
-def test_every_combination_is_a_point():
-    points = grid_files.points(COMMAND, CHOICES)
-    assert [point.facts for point in points] == [
-        {"optim.learning_rate": rate, "model": size}
-        for rate in ("1e-4", "1e-3")
-        for size in ("L1-H16-A2", "L2-H16-A2")
-    ]
-    assert points[3].command == (
-        *COMMAND, "--config.model.layers=2", "--config.model.hidden=16", "--config.model.heads=2",
-        "--config.optim.learning_rate=1e-3", "--config.model.feed_forward=64",
-    )  # fmt: skip
-
-
 def configs(command, **choices):
     points = grid_files.points(command.split(), choices)
     return [flags.load(flags.split([*point.command[1:]])[0]) for point in points]
