@@ -221,7 +221,6 @@ def test_dev_split_may_lack_labels_after_fine_tuning(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "more", "key"),
     [
-        (["w1\tyes", "w2\t "], {}, "train.tsv:3: 'label'"),
         (["w1\tyes", "w2\tyes"], {}, "only .*'yes'"),
         (["w1\tyes"], {"label": "class"}, "train.tsv:2: no 'class'"),
         (["w1\tyes"], {"objective": "number"}, "train.tsv:2: 'yes'"),

@@ -38,15 +38,15 @@ from bert_jax.tasks import conll as tagging
 from bert_jax.tasks import conll_score, glue, score, squad, squad_score
 from bert_jax.tasks import swag as choice
 from bert_jax.tasks import tables as classification
-from tests.helpers.checkpoints import BEST
+from tests.helpers.checkpoints import BEST, TF1
 from tests.helpers.compression import COMPRESSIONS
+from tests.test_classification import SWAG, SWAG_HEADER
 from tests.test_corpus import EXAMPLES, GOOGLE
 
 SOAK = int(os.environ.get("BERT_JAX_SOAK", 1))
 MOST_BYTES = 1 << 29  # memory that a reader may use for these small files
 LINE = 3000  # maximum length of an error message, in characters
 ROOT = pathlib.Path(__file__).parent.parent
-TF1 = ROOT / "tests" / "data" / "tf1"
 VOCABULARY = Vocabulary((*SPECIAL, *"abcdefghij", *(f"##{c}" for c in "abcdefghij")), True)
 
 # --- Faults ---------------------------------------------------------------------------------------
@@ -209,10 +209,6 @@ QUESTIONS = [
 PARAGRAPH = {"context": "abc de fgh", "qas": QUESTIONS}
 SQUAD = {"version": "1", "data": [{"title": "t", "paragraphs": [PARAGRAPH]}]}
 CONLL = "-DOCSTART- O\n\na B-X\nb I-X\nc O\n\nd O\ne B-Y\n"
-SWAG = (
-    ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
-    '0,v,1,"a b",a b,c,gold,d,"e, f",g,h,2\n1,v,2,a,a,c,gold,d,e,g,h,0\n'
-)
 GLUE_STSB = "index\tsentence1\tsentence2\tscore\n0\ta\tb\t1.5\n1\tc\td\t4\n2\ta\ta\t5.0\n"
 
 
@@ -265,7 +261,7 @@ READERS = {
     ),
     "task glue": ({"train.tsv": GLUE_STSB.encode()}, learn(glue.Glue, name="stsb")),
     "task swag": (
-        {"a.csv": SWAG.encode()},
+        {"a.csv": "\n".join([SWAG_HEADER, *SWAG]).encode()},
         learn(choice.MultipleChoice, kind="choice", name="swag"),
     ),
     "task conll": ({"a.txt": CONLL.encode()}, learn(tagging.TokenClassification, kind="tagging")),
