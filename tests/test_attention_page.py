@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 
+import jax
 import matplotlib.image
 import numpy as np
 import pytest
@@ -77,7 +78,10 @@ def test_attention_weights_match_transformers_in_every_layer(theirs, maps):
     ids=["causal", "kernel", "no segments", "one segment"],
 )
 def test_attention_maps_of_model_variants(tmp_path, changes):
-    run = checkpoints.small_run(tmp_path / "run", layers=2, **changes)
+    config = checkpoints.small_config(layers=2, **changes)
+    params = checkpoints.random_params(config)
+    params = jax.tree.map(lambda x: 3 * x, params)  # attention is then far from uniform
+    run = checkpoints.write_run(tmp_path / "run", config, params, checkpoints.WORDS)
     result = AttentionMapper(open_model(str(run)))(TEXT, TEXT_B)
     assert result.segments.sum() == len(result.tokens) - 7
     weights = result.probabilities
