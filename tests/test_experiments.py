@@ -151,16 +151,8 @@ def test_thousandth_of_the_steps_reaches_the_tables(tmp_path, folder):  # noqa: 
     experiment_folder.mkdir()
     (experiment_folder / "sweep.py").write_text(CHAIN)
     (experiment_folder / "README.md").write_text("<!-- table -->\n<!-- /table -->\n")
-    arguments = (
-        "--scale",
-        "paper",
-        "--seeds",
-        "1",
-        "--data",
-        tmp_path,
-        "--runs",
-        tmp_path / "runs",
-    )
+    arguments = ["--scale", "paper", "--seeds", "1", "--data", tmp_path]
+    arguments += ["--runs", tmp_path / "runs"]
     command = [sys.executable, "-m", "bert_jax", "sweep", experiment_folder, *arguments]
     processes.run(command, env=ONE_DEVICE, timeout=1_800, check=True)
     assert "not run" not in experiment.readme(experiment_folder)
