@@ -32,7 +32,10 @@ import hypothesis
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook("bert_jax", "beartype.beartype")
+# Only in modules whose signatures give shapes: the checks take time in every call, and pyright checks other types.
+paths = pathlib.Path("bert_jax").rglob("*.py")
+shaped = [".".join(p.with_suffix("").parts) for p in paths if "jaxtyping" in p.read_text()]
+install_import_hook(shaped, "beartype.beartype")
 
 # Draw the same examples every time, so that a new failure comes from a change of the code;
 # `make soak` draws others.
