@@ -33,9 +33,10 @@ import pytest
 from jaxtyping import install_import_hook
 
 # Only in modules whose signatures give shapes: the checks take time in every call, and pyright checks other types.
-paths = pathlib.Path("bert_jax").rglob("*.py")
-shaped = [".".join(p.with_suffix("").parts) for p in paths if "jaxtyping" in p.read_text()]
-install_import_hook(shaped, "beartype.beartype")
+ROOT = pathlib.Path(__file__).parents[1]
+shaped = [p for p in (ROOT / "bert_jax").rglob("*.py") if "jaxtyping" in p.read_text()]
+modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in shaped]
+install_import_hook(modules, "beartype.beartype")
 
 # Draw the same examples every time, so that a new failure comes from a change of the code;
 # `make soak` draws others.
