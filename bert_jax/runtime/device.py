@@ -121,9 +121,10 @@ def use_eigen_matmul() -> None:
     """Make XLA use Eigen for matrix products on CPU, and YNNPACK only for reductions.
 
     JAX 0.10 to 0.12 use YNNPACK for both, whose matrix products make poor use of a second core; the
-    cost depends on the load of the machine (`products` in experiments/speed). Call this before any
-    program is compiled. XLA aborts on unknown flags, so check this one when pyproject.toml allows a
-    newer JAX.
+    cost depends on the load of the machine (`products` in experiments/speed). oneDNN's are faster on
+    x86 (`xla_cpu_use_onednn` with `xla_cpu_experimental_onednn_fusion_type`), but JAX 0.12 cannot cache
+    such programs on disk. Call this before any program is compiled. XLA aborts on unknown flags, so
+    check this one when pyproject.toml allows a newer JAX.
     """
     _add_xla_flag(_YNNPACK, "LIBRARY_FUSION_TYPE_REDUCE")
 
