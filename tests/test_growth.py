@@ -68,22 +68,21 @@ def test_maps_of_layers_and_units():
 
 def test_loss_at_step_0_is_below_that_of_random_parameters(rows, tmp_path, capsys):
     common = ["pretrain", "--rows", str(rows()), "--workdir"]
-    small = arguments("steps=150", "optim.learning_rate=3e-3", "optim.optimizer=adamw")
+    steps = ("steps=150", "evaluate_every_steps=150")
+    small = arguments(*steps, "optim.learning_rate=3e-3", "optim.optimizer=adamw")
     source = str(tmp_path / "small")
     assert cli.main([*common, source, *small]) == 0
     trained = evaluate_workdir(source)[1]["masked_lm_loss"]
     losses = {}
-    for name, scheme in (("random", ""), ("stack", "stack"), ("wide", "stack"), ("tile", "tile")):
+    for name, scheme in (("random", ""), ("wide", "stack"), ("tile", "tile")):
         size = "L1-H64-A4" if name == "wide" else "L3-H64-A4"
         folder = str(tmp_path / name)
-        argv = [*common, folder, *arguments("steps=1", size=size)]
-        argv += ["--config.checkpoint.keep_every_steps=1"]
-        argv += [f"--config.init_scheme={scheme}", "--init", source] if scheme else []
-        assert cli.main(argv) == 0
+        changes = arguments("steps=1", "checkpoint.keep_every_steps=1", size=size)
+        start = [f"--config.init_scheme={scheme}", "--init", source] if scheme else []
+        assert cli.main([*common, folder, *changes, *start]) == 0
         losses[name] = evaluate_workdir(folder, which="0")[1]["masked_lm_loss"]
     assert losses["wide"] == pytest.approx(trained, abs=1e-4)
-    for name in ("stack", "tile"):
-        assert losses[name] < losses["random"] - 0.3
+    assert losses["tile"] < losses["random"] - 0.3
     for size, message in (
         ("L1-H64-A2", "heads keep their size with config.init_scheme, so it must be 4"),
         ("L1-H16-A1", "32: config.init_scheme enlarges models"),
